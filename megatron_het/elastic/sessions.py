@@ -445,14 +445,17 @@ class TurnBoundary(ElasticBoundary):
         self.store = TorchStore(store, _TIMEOUT_S, name=f"turn-{turn}")
         self.plans = plans
         self.listened: Any = None  # what noted signals before this turn did (``--exit-signal-handler``)
+        self.began_s: float | None = None  # when the job began; a script that is run again says when the turn did
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
         """Take over the state of the turn before, and the batch size with it."""
         found = super().load(session, args, models, optimizer, scheduler)
         if found is not None:
             from megatron.core.num_microbatches_calculator import update_num_microbatches
+            from megatron.training import training
             from megatron.training.global_vars import get_signal_handler
 
+            training._TRAIN_START_TIME = self.began_s  # for ``--exit-duration-in-mins``
             if getattr(self.listened, "_signal_received", False):  # since the last iteration
                 get_signal_handler()._signal_received = True
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
@@ -490,7 +493,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     store = job_store(rank, _TIMEOUT_S)
     by_size = {plan.training.global_batch_size: i for i, plan in enumerate(plans)}
     datasets: Kept = {}
-    copies, vocabulary, which, turn, listened = Copies(0), None, 0, 0, None
+    copies, vocabulary, which, turn, listened, began_s = Copies(0), None, 0, 0, None, None
     while True:
         boundary = TurnBoundary(
             turn=turn,
@@ -502,7 +505,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
             padded_vocab_size=vocabulary,
             datasets=datasets,
         )
-        boundary.listened, copies = listened, Copies(0)
+        boundary.listened, boundary.began_s, copies = listened, began_s, Copies(0)
         try:
             enter([argv[0], *with_own_folders(words, f"plan-{which}"), _FLAG, files[which]], boundary)
         except Leave as leave:
@@ -513,4 +516,5 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
         which, turn, vocabulary = by_size[batch_size()], turn + 1, boundary.padded_vocab_size
         boundary.closed()
         listened = sys.modules["megatron.training.global_vars"]._GLOBAL_SIGNAL_HANDLER
+        began_s = sys.modules["megatron.training.training"]._TRAIN_START_TIME
         end_session()

@@ -267,19 +267,22 @@ def test_what_a_lost_rank_leaves_on_the_device_is_neither_kept_nor_reported(monk
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_the_next_turn_lets_go_of_the_state_in_host_memory_and_knows_of_signals(
+def test_the_next_turn_lets_go_of_the_state_in_host_memory_and_knows_of_signals_and_the_start(
     came: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from megatron.training import training
+
     monkeypatch.setattr("megatron.core.num_microbatches_calculator.update_num_microbatches", Mock())
     monkeypatch.setattr(ElasticBoundary, "load", lambda *_: (3, 0.0))
     handler = SimpleNamespace(_signal_received=False)
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_SIGNAL_HANDLER", handler)
+    monkeypatch.setattr(training, "_TRAIN_START_TIME", 90.0)  # the script was run again
     copies = Copies(0)
     copies.add(Mock(iteration=3))
     turn = sessions.TurnBoundary(1, plan([[1]]), (), 0, MemoryStore(), copies, None, {})
-    turn.listened = SimpleNamespace(_signal_received=came)
+    turn.listened, turn.began_s = SimpleNamespace(_signal_received=came), 10.0
     assert turn.load(None, Mock(), (), None, None) == (3, 0.0) and turn.copies.snapshots == []
-    assert handler._signal_received is came
+    assert handler._signal_received is came and training._TRAIN_START_TIME == 10.0
 
 
 # What a worker does once is not done again in a change.
