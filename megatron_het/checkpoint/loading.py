@@ -57,9 +57,9 @@ class Translation:
         """A state dict that asks for what is in the checkpoint."""
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
-        return dict_list_map_outplace(self._of_entry, state)
+        return dict_list_map_outplace(self._load_entry, state)
 
-    def _of_entry(self, entry: Any) -> Any:
+    def _load_entry(self, entry: Any) -> Any:
         from megatron.core.dist_checkpointing.mapping import (
             LocalNonpersistentObject,
             ShardedObject,

@@ -256,10 +256,10 @@ def installed() -> dict[str, str]:
     found["megatron-het"] = megatron_het.__version__  # a checkout may not be installed
     for name, module in _KERNELS.items():
         found[f"fused {name}"] = "yes" if importlib.util.find_spec(module) else "-"
-    return found | _of_torch()
+    return found | _torch_versions()
 
 
-def _of_torch() -> dict[str, str]:
+def _torch_versions() -> dict[str, str]:
     # Builds of one version for different CUDA train together; whether each fits its device is checked by itself.
     found = {"torch": torch.__version__.split("+")[0], "cuda": torch.version.cuda or torch.version.hip or "-"}
     if torch.cuda.is_available():

@@ -194,7 +194,7 @@ def without_values() -> contextlib.AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _without_random_state()
-    torch.tensor = _of_values(torch.tensor)
+    torch.tensor = _reads_items(torch.tensor)
     torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -207,7 +207,7 @@ def _without_random_state() -> None:
     _rebind((torch.cuda, torch.cuda.random), {"manual_seed": _nothing, "manual_seed_all": _nothing})
 
 
-def _of_values(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _reads_items(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``torch.tensor`` reads the memory of tensors in a list; their ``item()`` is asked instead."""
 
     @functools.wraps(make)

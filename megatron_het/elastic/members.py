@@ -212,14 +212,14 @@ def recalled(state: Path, say: Callable[[str], None]) -> Recalled | None:
 def _read(state: Path) -> Recalled | None:
     document = read_json(state)
     try:
-        return None if document.get("over") else _of(document)
+        return None if document.get("over") else _recalled(document)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         problem = f"no state of a job that a controller has written ({type(error).__name__}: {error})"
         hint = "Give another --folder, or remove the file: the job then starts from its newest checkpoint"
         raise FileError(state, "", problem, hint) from None
 
 
-def _of(document: dict[str, Any]) -> Recalled:
+def _recalled(document: dict[str, Any]) -> Recalled:
     newest = int(document.get("newest", 0))
     if document["generation"] is None:
         return Recalled(newest)

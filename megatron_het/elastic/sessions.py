@@ -312,12 +312,12 @@ def run_session(
             # The plan before this one went well: its state stays here, and the others can go back to it.
             return Outcome("failed", error="the plan is refused; the worker's log says why", is_refused=True)
     except RuntimeError as error:  # what torch.distributed raises when a peer has gone
-        return Outcome("failed", error=_told(error))
+        return Outcome("failed", error=_error_text(error))
     except (OSError, CheckpointException) as error:
         if boundary.saving is None:  # this node's own trouble: the others go on without it
             raise
         # A full disk: training goes on without this checkpoint.
-        return Outcome("failed", error=_told(error), unsaved=boundary.saving)
+        return Outcome("failed", error=_error_text(error), unsaved=boundary.saving)
     finally:
         boundary.closed()
         end_session()
@@ -341,7 +341,7 @@ def _written(generation: Generation, folder: Path) -> Path:
     raise OSError("; ".join(failures))
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """An error in words; what it refers to is let go."""
     causes = [failure[0] for failure in getattr(error, "failures", {}).values()]
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()

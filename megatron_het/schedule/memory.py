@@ -165,10 +165,10 @@ def memory_use(timeline: Timeline) -> tuple[MemoryUse, ...]:
     """Memory of every device."""
     kinds = {op.kind for op in timeline.graph.ops}
     consumers = _consumers(timeline)
-    return tuple(_of_device(timeline, d, kinds, consumers) for d in range(len(timeline.program.ops)))
+    return tuple(_device_use(timeline, d, kinds, consumers) for d in range(len(timeline.program.ops)))
 
 
-def _of_device(timeline: Timeline, device: int, kinds: Set[Kind], consumers: dict[int, int]) -> MemoryUse:
+def _device_use(timeline: Timeline, device: int, kinds: Set[Kind], consumers: dict[int, int]) -> MemoryUse:
     held = _at_start(timeline, device, kinds)
     changes = [*Holdings(timeline, device, kinds).changes(), *_buffer_changes(timeline, device, consumers)]
     changes.sort()  # at one moment what is freed goes first

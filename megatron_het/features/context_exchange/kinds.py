@@ -77,11 +77,11 @@ def _newest_keys(deps: Dependencies, device: int, op: Op) -> Need:
     return (device, (Value.OUTPUT, op.microbatch, _newest_slice(deps, op), op.chunk))
 
 
-def _of_owner(value: Value) -> Needs:
+def _by_owner(value: Value) -> Needs:
     return Needs(lambda deps: lambda device, op: [(op.peer, (value, op.microbatch, op.slice, op.peer_chunk))])
 
 
-def _of_helper(value: Value) -> Needs:
+def _by_helper(value: Value) -> Needs:
     return Needs(lambda deps: lambda device, op: [(op.peer, (value, op.microbatch, op.slice, op.chunk, device))])
 
 
@@ -111,7 +111,7 @@ class Keys(State):
 # Seconds and bytes.
 
 
-def _of_units(costs: Costs, whole: float, op: Op, slices: int, units: int) -> float:
+def _share_of_units(costs: Costs, whole: float, op: Op, slices: int, units: int) -> float:
     """Returns what an operation has of a figure of the attention of a microbatch."""
     if costs.parts:
         return whole * sum(costs.parts[op.microbatch][op.slice].units[op.start : op.stop])
@@ -151,7 +151,7 @@ class _Attention:
         """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
         layers = self._shape.attention_layers[self._shape.devices[device].stage][op.chunk]
         whole = self._exchanged / max(1, layers) * at(self._table(op), device, op.chunk)
-        return _of_units(self._costs, whole, op, self._slices, self._units)
+        return _share_of_units(self._costs, whole, op, self._slices, self._units)
 
     def helped(self, device: int, op: Op) -> float:
         """Time a helper spends: its own speed for attention, times the layers that take part."""
@@ -160,7 +160,7 @@ class _Attention:
         if not table or not own_layers:
             return 0.0
         whole = sum(table[device]) * self._exchanged / own_layers
-        return _of_units(self._costs, whole, op, self._slices, self._units)
+        return _share_of_units(self._costs, whole, op, self._slices, self._units)
 
 
 def _merged(prices: Prices) -> Callable[[int, Op], float]:
@@ -222,17 +222,17 @@ add_kinds({
         "mnemonic": "AG", "needs": INPUT, "makes": QUERY, "fed_by": "RECV_FORWARD"},
     # Attention of ``peer``'s query over the units ``[start, stop)`` of ``peer``'s keys and values.
     "ATTEND_HELP": _HELP | _FORWARD | {
-        "mnemonic": "AH", "needs": _of_owner(QUERY), "makes": PARTIAL, "fed_by": "KV_RECV"},
+        "mnemonic": "AH", "needs": _by_owner(QUERY), "makes": PARTIAL, "fed_by": "KV_RECV"},
     # The partial outputs given away are merged; the FORWARD before it is complete only now.
     "ATTEND_MERGE": _MERGE | _FORWARD | {
-        "mnemonic": "AM", "needs": _of_helper(PARTIAL), "makes": Value.OUTPUT, "sent_by": "SEND_FORWARD"},
+        "mnemonic": "AM", "needs": _by_helper(PARTIAL), "makes": Value.OUTPUT, "sent_by": "SEND_FORWARD"},
     "ATTEND_GIVE_BACKWARD": _GIVE | _BACKWARD | {
         "mnemonic": "AGB", "needs": OUTPUT_GRADIENT, "makes": QUERY_BACKWARD, "fed_by": "RECV_BACKWARD"},
     "ATTEND_HELP_BACKWARD": _HELP | _BACKWARD | {
-        "mnemonic": "AHB", "needs": _of_owner(QUERY_BACKWARD), "makes": PARTIAL_BACKWARD,
+        "mnemonic": "AHB", "needs": _by_owner(QUERY_BACKWARD), "makes": PARTIAL_BACKWARD,
         "fed_by": "KV_RECV_BACKWARD"},
     "ATTEND_MERGE_BACKWARD": _MERGE | _BACKWARD | {
-        "mnemonic": "AMB", "needs": _of_helper(PARTIAL_BACKWARD), "makes": Value.GRADIENT, "sent_by": "SEND_BACKWARD"},
+        "mnemonic": "AMB", "needs": _by_helper(PARTIAL_BACKWARD), "makes": Value.GRADIENT, "sent_by": "SEND_BACKWARD"},
     # As in the forward, for the attention's backward pass (when the peer did not keep them).
     "KV_SEND_BACKWARD": _SEND | _BACKWARD | {
         "mnemonic": "KSB", "other_end": "KV_RECV_BACKWARD",

@@ -74,7 +74,7 @@ def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterat
     yield from _problems_of_local(plan, args, parts) if kind == LOCAL else _problems_of_te(args, parts)
     yield from _problems_of_attention(plan, args, kind, not parts or "attn" in parts or kind == LOCAL)
     if getattr(args, "num_experts", None):
-        yield from _of_experts(plan, args, kind, parts)
+        yield from _expert_flags(plan, args, kind, parts)
     if os.environ.get(TRY) == "1":
         return
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
@@ -133,7 +133,7 @@ def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> It
         yield "--position-embedding-type", positions, problem, outside
 
 
-def _of_experts(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
+def _expert_flags(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
     padded = getattr(args, "moe_expert_capacity_factor", None) and getattr(
         args, "moe_pad_expert_input_to_capacity", False
     )

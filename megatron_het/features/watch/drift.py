@@ -156,7 +156,7 @@ class DriftWatch:
             self._put(subject, iteration, {"transfer": seconds})
         found: dict[tuple[str, str, str], Finding] = {}
         for key in sorted(self._groups):  # devices come before links, which they may explain
-            for finding in self._of_group(key, iteration, found):
+            for finding in self._group_findings(key, iteration, found):
                 found[finding.key] = finding
         return self._changes(found, iteration)
 
@@ -168,7 +168,7 @@ class DriftWatch:
 
     # -- one group -------------------------------------------------------------------------------
 
-    def _of_group(
+    def _group_findings(
         self, key: tuple[str, str], iteration: int, known: Mapping[tuple[str, str, str], Finding]
     ) -> Iterator[Finding]:
         ready = [s for s in self._groups[key] if s.is_full()]
@@ -176,11 +176,11 @@ class DriftWatch:
             return
         self._refer(key, ready)
         common = self._common(ready)
-        yield from self._of_profile(key, ready, common, iteration)
+        yield from self._kind_findings(key, ready, common, iteration)
         for subject in ready:
             if subject.what == "link" and self._explained(subject, known):
                 continue
-            finding = self._of_subject(subject, common, iteration)
+            finding = self._subject_finding(subject, common, iteration)
             if finding is not None:
                 yield finding
 
@@ -219,7 +219,7 @@ class DriftWatch:
             out[operation] = lower_median(factors) if len(factors) > 1 else 1.0
         return out
 
-    def _of_profile(
+    def _kind_findings(
         self, key: tuple[str, str], ready: Sequence[Subject], common: Mapping[str, float], iteration: int
     ) -> Iterator[Finding]:
         """Figures of the whole kind that are not as planned."""
@@ -243,7 +243,7 @@ class DriftWatch:
                 what="profile", name=group, factor=factor, since=0, found=iteration, kind=group, operation=operation
             )
 
-    def _of_subject(self, subject: Subject, common: Mapping[str, float], iteration: int) -> Finding | None:
+    def _subject_finding(self, subject: Subject, common: Mapping[str, float], iteration: int) -> Finding | None:
         """A subject that has left its reference by more than its group has."""
         should = {op: seconds * common[op] for op, seconds in subject.reference_s.items()}
         now = {op: subject.now_s(op) for op in should}

@@ -178,20 +178,20 @@ class Monitor:
         iteration_s = max(sample.elapsed_s for sample in samples.values())
         if self._seen <= WARM_UP:
             return []
-        devices = {self._name(n): self._of_device(n, samples) for n in self._devices}
-        self._transfers = self._of_links(moved(samples, self._clocks))
+        devices = {self._name(n): self._replica_seconds(n, samples) for n in self._devices}
+        self._transfers = self._link_transfers(moved(samples, self._clocks))
         links = {self._links[edge].name: (one.seconds, one.waited_for) for edge, one in self._transfers.items()}
         findings = self.watch.add(first.iteration, iteration_s, devices, links)
         self.last = self._figures(iteration_s, devices)
         return findings
 
-    def _of_device(self, number: int, samples: Mapping[int, Sample]) -> dict[str, float]:
+    def _replica_seconds(self, number: int, samples: Mapping[int, Sample]) -> dict[str, float]:
         """Seconds by operation, of the rank of a replica that took longest."""
         ranks = self._placement.replica(*self._replicas[number]).ranks
         rows = [samples[rank].measured_s for rank in ranks]
         return {operation: max(row.get(operation, 0.0) for row in rows) for row in rows for operation in row}
 
-    def _of_links(self, found: Mapping[Edge, Moved]) -> dict[tuple[int, int], Moved]:
+    def _link_transfers(self, found: Mapping[Edge, Moved]) -> dict[tuple[int, int], Moved]:
         """Transfers between devices, of the pair of ranks that took longest."""
         out: dict[tuple[int, int], Moved] = {}
         for (source, target), one in found.items():

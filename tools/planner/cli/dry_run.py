@@ -487,7 +487,7 @@ class Verifier:
     def _checked(self, plan: Plan, memory: Sequence[GroupMemory], gpus: Sequence[str], kernels: str) -> list[RankCheck]:
         """One rank of each kind beside its GPU, in the time that is left; ``gpus`` are the kinds of the pools."""
         # The fullest first: where the time is over, the others hardly matter.
-        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_said(plan, kind, memory, gpus)[1]))
+        kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_formula(plan, kind, memory, gpus)[1]))
         left_s = self._limit_s - self._spent_s
         start_s, short = time.monotonic(), shortened(plan) if left_s > 0 else plan
         with TemporaryDirectory(prefix="het-verify-") as made:
@@ -504,7 +504,7 @@ class Verifier:
         return [_check(plan, kind, results.get(kind[0], late), memory, gpus) for kind in kinds]
 
 
-def _said(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]) -> tuple[str, GroupMemory]:
+def _formula(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]) -> tuple[str, GroupMemory]:
     """GPU of a kind of rank, and what the planner's formulas say of its memory."""
     rank = kind[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
@@ -523,7 +523,7 @@ def _share(memory: GroupMemory) -> float:
 def _check(
     plan: Plan, kind: RankKind, result: dict[str, Any], memory: Sequence[GroupMemory], gpus: Sequence[str]
 ) -> RankCheck:
-    gpu, said = _said(plan, kind, memory, gpus)
+    gpu, said = _formula(plan, kind, memory, gpus)
     peak = result["memory"]["total_bytes"] + said.reserved_bytes if "error" not in result else 0.0
     return RankCheck(
         rank=kind[0],

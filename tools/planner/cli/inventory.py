@@ -347,7 +347,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
         seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node or 8)
         return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
-        nodes_of_slurm = _of_slurm(options)
+        nodes_of_slurm = _from_slurm(options)
         if nodes_of_slurm and nodes_of_slurm[0]:
             return nodes_of_slurm[0], "sinfo", nodes_of_slurm[1]
         if options.source == "slurm":
@@ -363,7 +363,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     raise PlannerError("command line", "--from", options.source, problem, hint)
 
 
-def _of_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:
+def _from_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:
     """Nodes that Slurm lists; where nobody insists on Slurm, one that does not answer is no error if there are GPUs."""
     try:
         return slurm_nodes()

@@ -139,14 +139,14 @@ def _pipeline(
     lines: list[tuple[list[StageTimes], list[float]]] = [] if apart else [(stages, transfers)]
     for i, kind in enumerate(zip(*[s.groups for s in candidate.stages]) if apart else ()):
         ways = estimator.ways_s([(group,) for group in kind], candidate.micro_batch_size, candidate.cp)
-        lines.append(([_of_kind(stage, i) for stage in stages], ways))
+        lines.append(([_only_kind(stage, i) for stage in stages], ways))
     found = max([schedule.pipeline(estimator, candidate, *line, total) for line in lines])
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found
 
 
-def _of_kind(stage: StageTimes, i: int) -> StageTimes:
+def _only_kind(stage: StageTimes, i: int) -> StageTimes:
     """A stage as one kind of its replicas is: the others are in pipelines of their own."""
     f, b, k, held = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i], stage.in_flight[i : i + 1]
     one = replace(stage, units=[stage.units[i]], replica_f=[f], replica_b=[b], microbatches=[k], busy_s=k * (f + b))

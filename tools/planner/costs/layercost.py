@@ -377,7 +377,7 @@ class MeasuredCosts:
             of: Layers of a hybrid model, counted by kind; empty: all of the model.
         """
         kinds = self._kinds(Kind(gpu, kind, tp, recompute, ep), of)
-        layers = [(share, self._of_kind(key, batch)) for share, key in kinds]
+        layers = [(share, self._layer_cost(key, batch)) for share, key in kinds]
         found = layers[0][1] if len(layers) == 1 else mean_of_layers(layers)
         if kind != "layer" or recompute in GRANULARITIES:
             return found
@@ -407,7 +407,7 @@ class MeasuredCosts:
             if of_kind * of_window > 0
         ]
 
-    def _of_kind(self, key: Kind, batch: int) -> LayerCost:
+    def _layer_cost(self, key: Kind, batch: int) -> LayerCost:
         points = self.points.get(key) or self.points.get(key._replace(recompute="none"))
         gpu, _, tp, _ = key[:4]
         model = self.model

@@ -484,7 +484,7 @@ def _place(candidate: Candidate, group: Group) -> int:
 
 def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> float:
     """Seconds of one pass of ``size`` sequences on a replica of a group that has figures for it."""
-    unit = _of_size(estimator, candidate, group, size)
+    unit = _resized_unit(estimator, candidate, group, size)
     assert unit is not None
     return unit.both_s(candidate.stages[0].layers, True, True) + estimator.runtime.operation_s
 
@@ -514,14 +514,14 @@ def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[
 
 def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
     """The mean of passes, with the memory of one of ``largest`` sequences."""
-    found = {n: _of_size(estimator, candidate, group, n) for n in {*own, largest}}
+    found = {n: _resized_unit(estimator, candidate, group, n) for n in {*own, largest}}
     if any(unit is None for unit in found.values()):
         return None
     times = {name: sum(getattr(found[n], name) for n in own) / len(own) for name in _TIMES}
     return replace(found[largest], **times)  # type: ignore[type-var]
 
 
-def _of_size(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
+def _resized_unit(estimator: OperatingPoints, candidate: Candidate, group: Group, size: int) -> Unit | None:
     plain = candidate.with_(micro_batch_size=size, sizes=())
     return estimator.unit_of(plain, group)
 

@@ -255,7 +255,7 @@ def _elapsed_s(steps: _Steps) -> float:
     return max([max(t, sent) + tail for t, sent, tail, first, after in ends if after > first], default=0.0)
 
 
-def _of_slices(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
+def _slice_times(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
     return tuple(whole_s / len(shares) + attention_s * share + operation_s for share in shares)
 
 
@@ -374,7 +374,7 @@ def _passes_s(shape: Shape, devices: Sequence[int], costs: Costs) -> Doubles:
         rows = tuple((whole[d], slices[d] if slices else ()) for whole, slices in tables)
         if rows not in known:
             known[rows] = [
-                [_of_slices(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole)]
+                [_slice_times(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole)]
                 for whole, mine in rows
             ]
         out.append(known[rows])

@@ -79,13 +79,13 @@ _PASSES_NEAR = 3
 def extras_of_plan(plan: Plan) -> dict[str, Any]:
     """Returns what a checked plan says of it, as fields of a candidate."""
     return {
-        "rows": _rows(plan),
+        "rows": _vocabulary_rows(plan),
         "exchange": options_of(plan, "context_exchange") is not None,
         "host_activations": 0.0 if plan.schedule.parameters.get("offload") else offload_ratio(plan),
     }
 
 
-def _rows(plan: Plan) -> tuple[tuple[float, float], ...]:
+def _vocabulary_rows(plan: Plan) -> tuple[tuple[float, float], ...]:
     """Returns what each stage has of a split vocabulary; tied embeddings have one table for both ends."""
     if not plan.schedule.parameters.get("vocabulary"):
         return ()
@@ -225,11 +225,11 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
         # There are figures for all parts of a stage that has times.
         units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
         for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
-            found.append(_of_group(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
+            found.append(_memory(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
     return schedule_of(candidate).divide(estimator, candidate, found, candidate.by_part(s, stage.parameters))
 
 
-def _of_group(
+def _memory(
     estimator: OperatingPoints,
     candidate: Candidate,
     stage: StageTimes,

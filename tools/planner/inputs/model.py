@@ -311,13 +311,13 @@ class Model(BaseModel):
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """Parameters of the token and position tables on one rank."""
-        return self._rows(tp) * self.hidden_size + self.learned_positions * self.hidden_size
+        return self._padded_rows(tp) * self.hidden_size + self.learned_positions * self.hidden_size
 
     def head_parameters(self, tp: int = 1) -> int:
         """Final norm and output projection on one rank (tied: held a second time on the last stage)."""
-        return self._rows(tp) * self.hidden_size + self.hidden_size * (2 if self.biases else 1)
+        return self._padded_rows(tp) * self.hidden_size + self.hidden_size * (2 if self.biases else 1)
 
-    def _rows(self, tp: int) -> int:
+    def _padded_rows(self, tp: int) -> int:
         """Rows of the vocabulary on one rank, padded as Megatron does (to a multiple of 128 * TP)."""
         return -(-self.vocab_size // (128 * tp)) * 128
 

@@ -283,11 +283,11 @@ def run(options: argparse.Namespace, model: ProfiledModel) -> Profile | None:
     if (text := settings.left_out()) and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"warning: {text}\n")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _as_rank(settings)
+        return _run_rank(settings)
     return run_profile(settings, options.processes or device_count(), on_line=show_progress)
 
 
-def _as_rank(settings: ProfileSettings) -> Profile | None:
+def _run_rank(settings: ProfileSettings) -> Profile | None:
     """Be one rank of a job that a launcher started."""
     os.environ["HET_DEVICE_KIND"] = settings.kinds[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -342,9 +342,9 @@ class _Offers:
         fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
         self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
         self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
-        self.of = cache(self._of)
+        self.of = cache(self._offers)
 
-    def _of(self, s: int) -> list[Offer]:
+    def _offers(self, s: int) -> list[Offer]:
         """Returns what stage ``s`` may be given if all GPUs were free, the least value first.
 
         The least value is that of stages ``s`` to the last if nobody else needed a GPU.

@@ -130,7 +130,7 @@ class _Cut:
         out: list[tuple[Group, ...]] = []
         for i, count in enumerate(counts):
             if (i, count) not in self._made:
-                self._made[i, count] = self._of_block(i, count)
+                self._made[i, count] = self._block_stages(i, count)
             made = self._made[i, count]
             if made is None:
                 return None
@@ -178,7 +178,7 @@ class _Cut:
                 done = until
         return tuple(out)
 
-    def _of_block(self, i: int, count: int) -> list[tuple[Group, ...]] | None:
+    def _block_stages(self, i: int, count: int) -> list[tuple[Group, ...]] | None:
         """The stages of one block; None where one of them would be empty.
 
         Stages with the same replicas are the same object: there are as many different ones as pools, and one more.
