@@ -16,6 +16,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The planner is an extra, which rank processes do not need.
+INSTALL = "In a checkout of megatron_het: pip install -e '.[planner]'"
 
 
 def planner_package() -> str:
@@ -27,7 +28,7 @@ def planner_package() -> str:
     checkout = Path(__file__).resolve().parents[1] / "tools" / "planner" / "__init__.py"
     package = "tools.planner" if checkout.is_file() else "het_planner"
     if importlib.util.find_spec(package.split(".")[0]) is None:
-        raise ImportError("the planner is not installed here (pip install 'megatron-het[planner]')")
+        raise ImportError(f"the planner is not installed here. {INSTALL}")
     return package
 
 

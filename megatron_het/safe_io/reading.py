@@ -243,7 +243,7 @@ def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bo
         )
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 30) : error.pos + 10]
-        problem = f"not JSON ({error.msg}, near {shown(near, 60)})"
+        problem = f"not JSON ({error.msg}, near {shown(near, 60)})" if text.strip() else "not JSON: the file is empty"
         is_json = text.lstrip()[:1] in ("{", "[", "")
         hint = "Is the file truncated? Write it again" if is_json else "Is it YAML, as cluster and model files are?"
         raise FileError(path, f"line {error.lineno}, column {error.colno}", problem, hint) from None

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_het import safe_io
+from megatron_het import INSTALL, safe_io
 
 from .errors import PlannerError, command
 
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace()
     try:
         parser = parser_of_all([w for w in words if w in COMMANDS][:1])
+        for before, word in zip(words, words[1:]):
+            if not word and before != "--extra":  # as a variable of the shell that is not set
+                parser.error(f"nothing is given after {before}")
         parser.parse_args(words, options)
         if flags and getattr(options, "flags", None) is None:
             parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:  # what ranks do not need comes with the extra only
         problem = f"needs the package {error.name}, which is not installed"
-        _say_error(options, PlannerError(command(), "(packages)", None, problem, "pip install 'megatron-het[planner]'"))
+        _say_error(options, PlannerError(command(), "(packages)", None, problem, INSTALL))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

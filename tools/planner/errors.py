@@ -77,6 +77,7 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     hint = ""
     problem = first["msg"].removeprefix("Value error, ")
     problem = problem[0].lower() + problem[1:] if problem else "is not valid"
+    problem = problem.replace("valid array", "list, like [a, b]").replace("an object", "a mapping of keys to values")
     value = first.get("input")
     if first["type"] == "missing" or (first["type"] == "value_error" and isinstance(value, dict)):
         value = None  # a rule between keys names those that it means

@@ -432,7 +432,8 @@ MODEL = {
         ({"nodes": [NODE, {**NODE, "zone": "b-1"}]}, "links", "nothing says how"),
         ({"nodes": [NODE], "links": [{"between": ["local", "mars"], "bytes_per_s": 1e9}]}, "links[0].between", "mars"),
         ([], "(document)", "mapping"),
-        (None, "(document)", "'nothing': expected a mapping with 'nodes:'"),
+        ({"nodes": [{**NODE, "hosts": "n1"}]}, "nodes[0].hosts", "a list, like [a, b]"),
+        (None, "(document)", "c.yaml: expected a mapping with 'nodes:'"),
     ],
 )
 def test_bad_clusters(document, key, text):

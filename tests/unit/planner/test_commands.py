@@ -121,6 +121,7 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
         (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
         (["rent", "--no-robust"], "--no-robust is no option"),  # its search of pools takes no notice of it
+        (["plan", "--profile", "", "--model", "m"], "nothing is given after --profile"),
         (["plan", "--max-usd-per-iteration", "-1"], "--max-usd-per-iteration: '-1': a number from 0"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -178,8 +179,7 @@ def test_poplar_shards_parameters_as_ministages_or_says_why_not(files, capsys):
     words = [*common(files), "--search", "poplar", "--out", files / "p.json"]
     code, out = call(capsys, "plan", *words)
     assert code == 0 and json.loads(out.out)["schedule"] == "ministage"
-    code, out = call(capsys, "check", files / "p.json", *common(files))
-    assert code == 0
+    assert call(capsys, "check", files / "p.json", *common(files))[0] == 0
     (files / "p.json").unlink()
     code, out = call(capsys, "plan", *words, "--schedules", "1f1b")
     assert code == 2 and "ministages" in json.loads(out.out)["error"]["problem"]
@@ -300,16 +300,12 @@ def test_replicas_are_simulated_as_what_they_are(files, capsys):
         path = hand_made(files)
         body = json.loads(path.read_text())
         kinds = (("A100-40", list(range(12))), ("RTX-3090", list(range(12, 16))))
-        stage = {
-            "layers": [6],
-            "replicas": [
-                {"ranks": [rank], "microbatches": kinds[i][1], "device": kinds[i][0], "speed": 1.0}
-                for rank, i in enumerate(order)
-            ],
-        }
-        path.write_text(json.dumps({**body, "stages": [stage]}))
-        code, out = call(capsys, "simulate", path, *common(files))
-        assert code == 0
+        replicas = [
+            {"ranks": [rank], "microbatches": kinds[i][1], "device": kinds[i][0], "speed": 1.0}
+            for rank, i in enumerate(order)
+        ]
+        path.write_text(json.dumps({**body, "stages": [{"layers": [6], "replicas": replicas}]}))
+        _, out = call(capsys, "simulate", path, *common(files))
         seconds.append(json.loads(out.out)["iteration_s"])
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-6)
 
@@ -346,14 +342,11 @@ def test_precision_of_the_command_line(files, capsys):
     code, out = call(capsys, "plan", *common(files), *half, "--out", plan, "--schedules", "1f1b")
     assert code == 0 and json.loads(plan.read_text())["training"]["precision"] == "fp16"
     assert json.loads(out.out)["runtime"] == "megatron_het without Transformer Engine"
-    code, out = call(capsys, "check", plan, *common(files))
-    assert code == 2
-    code, out = call(capsys, "check", plan, *common(files), *half)
-    assert code == 0
-    given = common(files)
-    code, out = call(capsys, "emit", plan, *given, "--out", files / "run")
+    assert call(capsys, "check", plan, *common(files))[0] == 2
+    assert call(capsys, "check", plan, *common(files), *half)[0] == 0
+    code, out = call(capsys, "emit", plan, *common(files), "--out", files / "run")
     assert code == 2 and json.loads(out.out)["error"]["hint"].startswith("Give --precision fp16")
-    code, out = call(capsys, "emit", plan, *given, *half, "--out", files / "run")
+    code, out = call(capsys, "emit", plan, *common(files), *half, "--out", files / "run")
     assert code == 0
     text = (files / "run" / "args.sh").read_text()
     assert "--fp16" in text and "--transformer-impl local" in text
@@ -380,8 +373,7 @@ def test_what_a_plan_prints(files, capsys):
     planned = json.loads((files / "p.json").read_text())["predicted"]
     assert planned["bubble_fraction"] == pytest.approx(body["bubble_fraction"], abs=0.02)  # one quantity, one name
     (files / "m.yaml").write_text(yaml.safe_dump(MODEL | {"recompute": ["full"]}))
-    tight = ["--cluster", files / "c.yaml", "--model", files / "m.yaml", "--out", files / "q.json"]
-    code, out = call(capsys, "plan", *tight, "--schedules", "1f1b", "--no-verify")
+    code, out = call(capsys, "plan", *words, "--out", files / "q.json", "--schedules", "1f1b", "--no-verify")
     assert code == 0 and "sequence_parallel is false in the model: with true, " in out.out
 
 

@@ -393,10 +393,8 @@ def test_the_command_takes_settings_of_the_cluster_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = [("A100-80", "a100"), ("V100-32", "v100")]
-    nodes = [
-        {"gpu": gpu, "count": 1, "gpus_per_node": 1, "kubernetes": {"node_selector": {"gpu": label}}}
-        for gpu, label in groups
-    ]
+    one = {"count": 1, "gpus_per_node": 1}
+    nodes = [one | {"gpu": gpu, "kubernetes": {"node_selector": {"gpu": label}}} for gpu, label in groups]
     model = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000}
     model |= {"seq_length": 256, "global_batch_size": 8, "precision": "fp16"}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
@@ -414,7 +412,8 @@ def test_the_command_takes_settings_of_the_cluster_file(
         raise AssertionError("Megatron was imported for what is refused without it")
 
     monkeypatch.setattr(commands, "check_start", takes_seconds)
-    assert main([*words, "--job-name", "a b"]) == 2 and "--job-name" in capsys.readouterr().err
+    for name, said in (("--job-name", "no job name"), ("--qos", "no quality of service"), ("--mem", "no amount")):
+        assert main([*words, name, "a b"]) == 2 and f"{name} = 'a b': is {said}" in capsys.readouterr().err
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
     jobset = ["--target", "jobset", "--volume", f"claim:{tmp_path}"]

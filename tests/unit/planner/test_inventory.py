@@ -391,4 +391,4 @@ def test_without_a_package_one_line_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"package {package}," in line and "pip install 'megatron-het[planner]'" in line
+    assert f"package {package}," in line and "checkout of megatron_het: pip install -e '.[planner]'" in line

@@ -85,15 +85,11 @@ def test_a_slow_gpu_leaves_its_node_and_its_host_goes_with_it(tmp_path: Path) ->
     plan = runs.pipeline(4, 4)
     monitor = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     watched = runs.watched(plan, monitor, tmp_path)
-    one_node = Cluster(nodes=(NodeGroup(gpu="core", count=1, gpus_per_node=4),), gpus=processors(2).gpus)
-    corrected = correct(plan, one_node, runs.profile(), watched)
-    assert [(n.gpu, n.count, n.gpus_per_node) for n in corrected.cluster.nodes] == [
-        ("core", 1, 3),
-        ("core slow 1", 1, 1),
-    ]
-    named = Cluster(
-        nodes=(NodeGroup(gpu="core", count=2, gpus_per_node=1, hosts=("n0", "n1")),), gpus=processors(2).gpus
-    )
+    gpus = processors(2).gpus
+    one_node = Cluster(nodes=(NodeGroup(gpu="core", count=1, gpus_per_node=4),), gpus=gpus)
+    nodes = correct(plan, one_node, runs.profile(), watched).cluster.nodes
+    assert [(n.gpu, n.count, n.gpus_per_node) for n in nodes] == [("core", 1, 3), ("core slow 1", 1, 1)]
+    named = Cluster(nodes=(NodeGroup(gpu="core", count=2, gpus_per_node=1, hosts=("n0", "n1")),), gpus=gpus)
     corrected = correct(plan, named, runs.profile(), watched)
     assert {n.gpu: n.hosts for n in corrected.cluster.nodes} == {"core": ("n0",), "core slow 1": ("n1",)}
 
@@ -138,6 +134,9 @@ def test_what_was_measured_under_another_plan_is_refused(tmp_path: Path) -> None
     folder = _folder(tmp_path)
     with pytest.raises(PlannerError, match=r"there is no plan.json in '\.'\. Give the path"):
         find_files(Path("."), {})
+    (job := tmp_path / "a" / "quick" / "job").parent.mkdir(parents=True)
+    job.symlink_to(folder)
+    assert find_files(job.parent, {"watch": "w"}).cluster.parent == job
     with pytest.raises(PlannerError, match="another plan"):
         load_watched(folder / "ranks" / "watch.json", runs.pipeline(5, 3))
 
@@ -319,7 +318,7 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     elastic, restart, full = said["policies"]
     assert elastic["goodput"] > restart["goodput"] > full["goodput"] > 0
     assert (elastic["paused_s"], restart["paused_s"], full["paused_s"]) == (10.0, 200.0, 100.0)
-    assert full["idle_s"] == 600.0
+    assert full["idle_s"] == 600.0 and [pool["gpus"] for pool in said["pools"]] == [2, 4]
     assert said["pauses"]["join_s"] == {"value": 5.0, "from": str(tmp_path / "pauses.json")}
     assert said["pauses"]["save_every"] == {"value": 1000, "from": "the command line"}
     assert said["pauses"]["start_s"]["from"] == "assumptions"

@@ -31,7 +31,7 @@ from megatron_het import safe_io
         ('{"a":' * 200_000, "deep"),
         ('"\\ud800"', "surrogate"),
         ('{"a": ', "truncated"),
-        ("", "not JSON"),
+        ("", "not JSON: the file is empty"),
     ],
 )
 def test_json_that_is_refused(text: str, problem: str) -> None:

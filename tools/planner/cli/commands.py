@@ -21,7 +21,7 @@ from megatron_het.safe_io import MAX_PASSES, shown
 from ..costs.build import as_said, candidate_of, check_same_model, read_plan, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..errors import PlannerError, command, from_plan_error
+from ..errors import PlannerError, from_plan_error
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.model import Model, model_of
@@ -136,6 +136,8 @@ def plan(options: argparse.Namespace) -> int:
     """Search, write the plan, say what it is."""
     from megatron_het.plan import save_plan
 
+    from ..report.html import notes_of
+
     estimator, goal = estimator_from(options), goal_from(options)
     check_target(options.out, "--out")
     verifier = verifier_of(options, estimator)
@@ -169,10 +171,7 @@ def plan(options: argparse.Namespace) -> int:
     tight = best.candidate.recompute != "none" or max(g.tp for s in best.candidate.stages for g in s.groups) > 1
     if tight and not estimator.model.sequence_parallel:
         tables.append("sequence_parallel is false in the model: with true, plans with TP need less memory and time.")
-    if options.profile is None:
-        tables.append(
-            f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
-        )
+    tables += notes_of(options)[1:]
     say(
         body,
         options,
@@ -189,7 +188,8 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
     progress = Progress(limit_s=searching_s(options, estimator.cluster.total_gpus))
 
     def text() -> str:
-        return progress.text + (f", best {progress.best:.4g}" if progress.best < float("inf") else "")
+        unit = "USD" if goal.objective == "cost" else "s"
+        return progress.text + (f", best {progress.best:.4g} {unit}" if progress.best < float("inf") else "")
 
     with cpu_limit(progress, options.limit_s), shown_progress(text, options):
         return search(options.search, estimator, goal, progress, options.robust is not False)

@@ -385,6 +385,8 @@ def check_belongs(options: argparse.Namespace) -> None:
             problem = "does nothing with --elastic, where pods are replaced one by one"
         elif name == "notice_s" and str(options.time_limit).upper() in ("UNLIMITED", "INFINITE"):
             problem = f"does nothing with --time-limit {options.time_limit}"
+        elif name in files.SLURM_RULES:
+            problem = files.SLURM_RULES[name](value)
         if problem:
             raise PlannerError("emit", f"--{name.replace('_', '-')}", value, problem, "Leave it out")
 

@@ -286,8 +286,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
 def cluster_from_document(document: Any, file: str) -> Cluster:
     """A Cluster from parsed YAML; see ``load_cluster``."""
     if not isinstance(document, dict):
-        found = type(document).__name__.replace("NoneType", "nothing")
-        raise PlannerError(file, "(document)", found, "expected a mapping with 'nodes:'")
+        raise PlannerError(file, "(document)", document, "expected a mapping with 'nodes:'")
     own_bodies = document.get("gpus") or {}
     if not isinstance(own_bodies, dict):
         raise PlannerError(file, "gpus", own_bodies, "expected a mapping of names to figures")

@@ -554,8 +554,7 @@ def model_of(options: argparse.Namespace) -> Model:
 def model_from_document(document: Any, file: str) -> Model:
     """A Model from parsed YAML; see ``load_model``."""
     if not isinstance(document, dict):
-        found = type(document).__name__.replace("NoneType", "nothing")
-        raise PlannerError(file, "(document)", found, "expected a mapping")
+        raise PlannerError(file, "(document)", document, "expected a mapping of keys to values")
     pattern = document.get("pattern")
     if isinstance(pattern, str) and pattern:  # which says how many layers there are
         document = schema.sizes_of(pattern) | document

@@ -100,6 +100,7 @@ class PoolPlan:
     state_bytes: float = 0.0  # parameters and optimizer state of the rank that holds most
     grows_s: float = 0.0  # seconds of a change to it that grow with state, links and groups
     used: Pool = ()  # nodes with ranks of the plan, where that is known
+    gpus: int = 0  # of the plan
 
 
 def plan_of_pool(
@@ -134,15 +135,16 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
         best = search_on(method, part, goal, progress).best
     if best is None or not best.runnable:
         return PoolPlan(pool, None)
-    memory = best.estimate.memory
+    memory, candidate = best.estimate.memory, best.candidate
     state_bytes = max(m.parameter_bytes + m.optimizer_bytes for m in memory)
     # The ranks of a node share its network.
     share_bytes_per_s = min(node.network_bytes_per_s / node.gpus_per_node for node in cluster.nodes)
     seconds = grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in memory))
-    gpus = best.candidate.gpus()
+    gpus = candidate.gpus()
     kinds = (-(-gpus.get(i, 0) // node.gpus_per_node) for i, node in enumerate(cluster.nodes))
     used = tuple(next(kinds) if n else 0 for n in pool)  # the part has no kinds without nodes
-    return PoolPlan(pool, best.iteration_s, describe(part, best.candidate), state_bytes, seconds, used)
+    line = describe(part, candidate)
+    return PoolPlan(pool, best.iteration_s, line, state_bytes, seconds, used, gpus=candidate.world_size)
 
 
 def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
@@ -230,10 +232,9 @@ def _by_source(costs: Costs, sources: Mapping[str, str]) -> dict[str, list[str]]
     """Pauses with their values, by where they are from."""
     out: dict[str, list[str]] = {}
     for name, source in sources.items():
-        value = (
-            f"{name} {getattr(costs, name):g}" if name == "save_every" else f"{name[:-2]} {getattr(costs, name):g} s"
-        )
-        out.setdefault(source, []).append(value)
+        value = getattr(costs, name)
+        text = f"a save every {value:g} iterations" if name == "save_every" else f"{name[:-2]} {value:g} s"
+        out.setdefault(source, []).append(text)
     return out
 
 
@@ -301,7 +302,7 @@ def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s:
             }
             for course in courses
         ],
-        "pools": [{"nodes": list(p.pool), "iteration_s": p.iteration_s, "plan": p.plan} for p in plans],
+        "pools": [{"nodes": list(p.pool), "iteration_s": p.iteration_s, "plan": p.plan, "gpus": p.gpus} for p in plans],
     }
 
 
@@ -315,13 +316,12 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
     cluster, model = estimator.cluster, estimator.model
     tokens = model.global_batch_size * model.seq_length
     pools = [
-        {
+        pool
+        | {
             "what": nodes_in_words(pool["nodes"], cluster),
             "plan": pool["plan"] or None,
-            "iteration_s": pool["iteration_s"],
             "tokens_per_s": None if pool["iteration_s"] is None else tokens / pool["iteration_s"],
             "usd_per_iteration": None,
-            "gpus": sum(n * node.gpus_per_node for n, node in zip(pool["nodes"], cluster.nodes, strict=True)),
         }
         for pool in sorted(body["pools"], key=lambda p: p["iteration_s"] or inf)
     ]

@@ -16,8 +16,8 @@ from ..inputs.catalog import Strict
 from ..inputs.files import read_json
 from ..search.outcome import CLUSTER, MODEL, PROFILE
 
-PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks")
-"""Where in a run's folder the file is looked for."""
+PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks", "job", "job/checkpoints")
+"""Where in a run's folder, or in that of ``quickstart``, the file is looked for."""
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

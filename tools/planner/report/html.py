@@ -115,12 +115,9 @@ def notes_of(options: argparse.Namespace, plan: str = "") -> list[str]:
     files = [f"plan {plan}"] if plan else []
     files += [f"cluster {options.cluster}", f"model {options.model}"]
     files += [f"profile {options.profile}"] if options.profile else []
-    out = ["Made from " + ", ".join(files) + "."]
-    if options.profile is None:
-        out.append(
-            f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
-        )
-    return out
+    made = "Made from " + ", ".join(files) + "."
+    figures = f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
+    return [made] if options.profile else [made, figures]
 
 
 # Figures as people read them, and what the template (``assets/page.html``) draws from the data.
