@@ -140,11 +140,6 @@ def test_idle_devices_work_in_their_last_help() -> None:
     assert not any(slot.idle for slot in joint_slots(exchanging(4, 8, 1, 1)))
 
 
-def _first(program: Program, kind: Kind) -> tuple[int, int]:
-    """(device, position) of the first operation of a kind."""
-    return next((d, i) for d, ops in enumerate(program.ops) for i, op in enumerate(ops) if op.kind == kind)
-
-
 def test_a_result_that_its_helper_waits_for_is_found() -> None:
     """A device receives another one's activations of a slot before its own pass in that slot."""
     program = exchanging(4, 8, 1, 2)
