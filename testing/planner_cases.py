@@ -313,34 +313,17 @@ def zorse_cluster(name: str) -> tuple[Cluster, int]:
     p3.16x 25 to 100, g4dn.metal 100 Gbit/s); between AWS nodes without a placement group one TCP
     stream gets 5 to 10 Gbit/s, so a node's usable rate is taken as 25 Gbit/s.
     """
-
-    def nodes(gpu: str, count: int, per_node: int, gbit: float, zone: str) -> NodeGroup:
-        return NodeGroup(gpu=gpu, count=count, gpus_per_node=per_node, zone=zone, network_bytes_per_s=gbit / 8 * 1e9)
-
-    if name == "A":
-        return Cluster(
-            name="A", nodes=(nodes("H100-NVL", 2, 2, 50, "azure-1"), nodes("A100-80", 2, 8, 50, "azure-1"))
-        ), 4096
-    if name == "B":
-        return Cluster(
-            name="B",
-            nodes=(
-                nodes("A100-40", 1, 8, 50, "east-1"),
-                nodes("A10G", 2, 8, 25, "east-1"),
-                nodes("V100-16", 2, 8, 25, "east-1"),
-                nodes("T4", 3, 8, 25, "east-1"),
-            ),
-        ), 1024
-    return Cluster(
-        name="C",
-        nodes=(
-            nodes("A10G", 2, 8, 25, "east-1"),
-            nodes("T4", 6, 8, 25, "east-1"),
-            nodes("V100-16", 2, 8, 25, "west-1"),
-            nodes("T4", 6, 8, 25, "west-1"),
-        ),
-        links=(ZoneLink(between=("east-1", "west-1"), bytes_per_s=0.625e9, latency_s=12e-3, usd_per_gb=0.02),),
-    ), 512
+    tokens, rows = {
+        "A": (4096, "2 x 2 H100-NVL 50 azure-1, 2 x 8 A100-80 50 azure-1"),
+        "B": (1024, "1 x 8 A100-40 50 east-1, 2 x 8 A10G 25 east-1, 2 x 8 V100-16 25 east-1, 3 x 8 T4 25 east-1"),
+        "C": (512, "2 x 8 A10G 25 east-1, 6 x 8 T4 25 east-1, 2 x 8 V100-16 25 west-1, 6 x 8 T4 25 west-1"),
+    }[name]
+    nodes = tuple(
+        NodeGroup(gpu=gpu, count=int(n), gpus_per_node=int(size), zone=zone, network_bytes_per_s=int(gbit) / 8 * 1e9)
+        for n, _, size, gpu, gbit, zone in map(str.split, rows.split(","))
+    )
+    slow = ZoneLink(between=("east-1", "west-1"), bytes_per_s=0.625e9, latency_s=12e-3, usd_per_gb=0.02)
+    return Cluster(name=name, nodes=nodes, links=(slow,) if name == "C" else ()), tokens
 
 
 ZORSE_TABLE_5 = {
