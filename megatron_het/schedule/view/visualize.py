@@ -332,7 +332,7 @@ def draw(result: Result, path: str | Path, *, title: str | None = None, width_in
             _draw_memory(axes[1][0], result)
         axes[-1][0].set_xlabel("time (s)")
         text = f"{result.program.name}: bubble {result.bubble_fraction:.1%}, {result.makespan_s:.4g} s"
-        figure.suptitle(title or text)
+        axes[0][0].set_title(title or text)
         figure.tight_layout()
         image = io.BytesIO()
         figure.savefig(image, dpi=120, format=path.suffix[1:])

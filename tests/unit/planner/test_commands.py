@@ -69,8 +69,7 @@ def test_plan_check_simulate(files, capsys):
     body = json.loads(out.out)
     assert code == 0 and body["search"]["exact"] and 0 < body["search"]["bound"] <= body["iteration_s"]
     assert body["search"]["gap_to_bound"] == pytest.approx(body["iteration_s"] / body["search"]["bound"] - 1)
-    code, out = call(capsys, "check", files / "p.json", *common(files))
-    assert code == 0 and json.loads(out.out)["valid"]
+    assert json.loads(call(capsys, "check", files / "p.json", *common(files))[1].out)["valid"]
     drawn = ["--trace", files / "t.json", "--picture", files / "t.txt"]
     code, out = call(capsys, "simulate", files / "p.json", *common(files), *drawn)
     assert code == 0 and json.loads(out.out)["iteration_s"] == pytest.approx(body["iteration_s"], rel=0.02)
@@ -121,6 +120,7 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
         (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
         (["rent", "--no-robust"], "--no-robust is no option"),  # its search of pools takes no notice of it
+        (["dry-run", "p.json", "--limit-s", "0"], "--limit-s: '0': a number from 1"),
         (["plan", "--profile", "", "--model", "m"], "nothing is given after --profile"),
         (["plan", "--max-usd-per-iteration", "-1"], "--max-usd-per-iteration: '-1': a number from 0"),
     ):
@@ -275,8 +275,7 @@ def test_chunks_without_layers_are_priced(files, capsys):
         stage["layers"] = layers
     (files / "p.json").write_text(json.dumps(body))
     for command in ("check", "simulate"):
-        code, out = call(capsys, command, files / "p.json", *common(files))
-        assert code == 0, out
+        assert call(capsys, command, files / "p.json", *common(files))[0] == 0
 
 
 def test_tp_groups_go_where_they_fit(files, capsys):
@@ -285,8 +284,7 @@ def test_tp_groups_go_where_they_fit(files, capsys):
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *nodes]}))
     path = hand_made(files, tp=4)
     for command in ("check", "simulate"):
-        code, out = call(capsys, command, path, *common(files))
-        assert code == 0, out
+        assert call(capsys, command, path, *common(files))[0] == 0
     (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *nodes[:1]]}))
     code, out = call(capsys, "check", path, *common(files))
     (problem,) = json.loads(out.out)["problems"]
@@ -320,8 +318,7 @@ def test_a_plan_in_a_v_is_priced_with_both_ends_on_its_first_stage(files, capsys
         for stage in body["stages"]:
             stage["layers"] = layers
         path.write_text(json.dumps(body))
-        code, out = call(capsys, "check", path, *common(files))
-        assert code == 0 and json.loads(out.out)["valid"]
+        assert json.loads(call(capsys, "check", path, *common(files))[1].out)["valid"]
         code, out = call(capsys, "simulate", path, *common(files))
         figures = json.loads(out.out)
         assert code == 0 and figures["simulated_s"] > 0 and figures["schedule"] == name

@@ -161,7 +161,7 @@ def test_missing_extras(  # type: ignore[no-untyped-def]
     assert code == 2 and f"pip install {module}" in err
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape.uniform(3, 4, chunks=2)
     program = add_activation_offload(add_parameters(full("ministage", shape), offload=True))
     two = ((0.5, 0.5),) * 3
@@ -172,6 +172,10 @@ def test_pictures(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"must end in \.svg"):
         draw(result, tmp_path / "a.gif")
+    monkeypatch.setattr("matplotlib.pyplot.close", (figures := []).append)
+    draw(run(full("1f1b", Shape.uniform(40, 1))), tmp_path / "tall.png")
+    (title,) = (text for text in (*figures[0].texts, figures[0].axes[0].title) if text.get_text())
+    assert title.get_window_extent().y0 > figures[0].axes[0].get_window_extent().y1
 
 
 def test_text_picture_is_as_wide_as_asked() -> None:

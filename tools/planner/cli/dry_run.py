@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all": (False, "", "every rank"),
     })
     add_options(parser, {
-        "--limit-s": (120.0, "S", "seconds that a rank may take (default 120)", {"type": amount(0.0, 1e6)}),
+        "--limit-s": (120.0, "S", "seconds that a rank may take (default 120)", {"type": amount(1.0, 1e6)}),
         "--out": (None, "FILE", "write all figures to this file (JSON)"),
         "--kernels": (
             "gpu", "", "gpu (default): layers as fused kernels run them; local: on GPUs without Transformer Engine, "
