@@ -372,7 +372,7 @@ def test_an_elastic_job_has_a_controller_and_an_agent_in_every_pod(tmp_path: Pat
         ({"volumes": {"/elsewhere": "x"}}, "--volume"),
         ({"job_name": "a_b"}, "--job-name"),
         ({"job_name": "a" * 60}, "longer than the 63 letters"),
-        ({"kinds": KINDS}, "are asked for by the same words"),
+        ({"kinds": KINDS}, ": kubernetes: .* are asked for by the same words"),
     ],
 )
 def test_what_kubernetes_would_refuse(tmp_path: Path, more: dict[str, Any], problem: str) -> None:

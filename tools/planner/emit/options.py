@@ -183,9 +183,7 @@ def check_told_apart(kinds: Mapping[str, NodeGroup]) -> list[str]:
         if kinds[other].gpu == kind.gpu:
             continue
         hint = "Give both a 'slurm' section with a gres type (gpu:a100), a constraint or a partition of their own"
-        problem = (
-            f"Slurm is asked for {other} and for {name} by the same words, so that either may get the other's nodes"
-        )
+        problem = f"Slurm is asked for {other} and {name} by the same words, so that either may get the other's nodes"
         if uses_slurm or kind.slurm.gres not in ("", "gpu"):
             raise PlannerError("cluster", f"{name}: slurm", " ".join(filter(None, words)), problem, hint)
         return [f"train.sbatch: {problem}. {hint}"]

@@ -80,14 +80,15 @@ def check_pods(
     asked: dict[str, str] = {}
     for part in parts:
         kind, gpu = kinds[part.kind], whole_kind(part.nodes[0], kinds).gpu
-        key = f"{kind.skypilot.accelerators} {kind.skypilot.infra}"
+        key = f"{kind.skypilot.accelerators} {kind.skypilot.infra}".strip()
         if pods.target == "jobset":
-            key = str(sorted(kind.kubernetes.node_selector.items()))
+            key = " ".join(f"{label}={value}" for label, value in sorted(kind.kubernetes.node_selector.items()))
         other = asked.setdefault(key, gpu)
         if other != gpu:
             section = _SECTIONS[pods.target]
             problem = f"{other} and {gpu} are asked for by the same words, so that either may get the other's nodes"
-            raise PlannerError("cluster", part.kind, key, problem, f"Give both groups '{section}'")
+            place = f"{part.kind}: {section.partition(':')[0]}"
+            raise PlannerError("cluster", place, key or None, problem, f"Give both groups '{section}'")
 
 
 def render(
