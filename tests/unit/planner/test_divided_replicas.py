@@ -257,7 +257,7 @@ def test_dry_runs_of_parts_stand_beside_their_own_gpus(shares: tuple[int, int]) 
     gpus = [node.gpu for node in prices.cluster.nodes]
     kinds = dry_run.rank_kinds(plan)
     assert kinds == [(0,), (1,)]
-    found = [dry_run._said(plan, kind, estimate.memory, gpus) for kind in kinds]
+    found = [dry_run._formula(plan, kind, estimate.memory, gpus) for kind in kinds]
     assert found == list(zip(gpus, estimate.memory, strict=True))
 
 
