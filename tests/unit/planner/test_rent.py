@@ -94,6 +94,7 @@ def test_nodes_at_two_prices_are_told_apart(searched: Pools, tmp_path: Path, cap
 
 def test_ctrl_c_ends_the_command(searched: Pools, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
     """In the search of the second rung, with the first one printed; in a search, which ends with what it has found."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     monkeypatch.setattr(rent.Ladder, "_next", lambda *_: signal.raise_signal(signal.SIGINT))
     body = _answer(capsys, _words(tmp_path), code=130)
     assert len(body["rungs"]) == 1 and body["interrupted"]

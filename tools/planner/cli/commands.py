@@ -21,13 +21,14 @@ from megatron_het.safe_io import MAX_PASSES, shown
 from ..costs.build import as_said, candidate_of, check_same_model, read_plan, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, command, from_plan_error
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.model import Model, model_of
 from ..inputs.packing import seat_replicas
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
+    DATASHEETS,
     GIB,
     bound_lines,
     host_memory_lines,
@@ -136,8 +137,6 @@ def plan(options: argparse.Namespace) -> int:
     """Search, write the plan, say what it is."""
     from megatron_het.plan import save_plan
 
-    from ..report.html import notes_of
-
     estimator, goal = estimator_from(options), goal_from(options)
     check_target(options.out, "--out")
     verifier = verifier_of(options, estimator)
@@ -171,7 +170,7 @@ def plan(options: argparse.Namespace) -> int:
     tight = best.candidate.recompute != "none" or max(g.tp for s in best.candidate.stages for g in s.groups) > 1
     if tight and not estimator.model.sequence_parallel:
         tables.append("sequence_parallel is false in the model: with true, plans with TP need less memory and time.")
-    tables += notes_of(options)[1:]
+    tables += [] if options.profile else [DATASHEETS.format(command())]
     say(
         body,
         options,

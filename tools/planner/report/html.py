@@ -18,7 +18,7 @@ from ..inputs.files import check_target, write_text
 from ..search.outcome import Found
 from .collect import collect, rows_of
 from .data import PageData, PoolOnMap
-from .tables import NOTATION
+from .tables import DATASHEETS, NOTATION
 
 SCRIPTS = ("tips.js", "links.js", "timeline.js")
 
@@ -115,9 +115,7 @@ def notes_of(options: argparse.Namespace, plan: str = "") -> list[str]:
     files = [f"plan {plan}"] if plan else []
     files += [f"cluster {options.cluster}", f"model {options.model}"]
     files += [f"profile {options.profile}"] if options.profile else []
-    made = "Made from " + ", ".join(files) + "."
-    figures = f"GPU figures are from datasheets, network figures from the cluster file; '{command()} profile' measures."
-    return [made] if options.profile else [made, figures]
+    return [f"Made from {', '.join(files)}.", *([] if options.profile else [DATASHEETS.format(command())])]
 
 
 # Figures as people read them, and what the template (``assets/page.html``) draws from the data.
