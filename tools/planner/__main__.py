@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace()
     try:
         parser = parser_of_all([w for w in words if w in COMMANDS][:1])
+        parser.parse_args(words, options)
         pairs = [word.split("=", 1) for word in words if word.startswith("--") and "=" in word]
         for option, value in (*zip(words, words[1:]), *pairs):
             if not value and option != "--extra":  # as a variable of the shell that is not set
                 parser.error(f"nothing is given after {option}")
-        parser.parse_args(words, options)
         if flags and getattr(options, "flags", None) is None:
             parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
         options.flags = flags or []

@@ -122,8 +122,8 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
         (["rent", "--no-robust"], "--no-robust is no option"),  # its search of pools takes no notice of it
         (["dry-run", "p.json", "--limit-s", "0"], "--limit-s: '0': a number from 1"),
-        (["plan", "--profile", "", "--model", "m"], "nothing is given after --profile"),
-        (["plan", "--model=m", "--profile="], "nothing is given after --profile"),
+        (["plan", "--cluster", "c", "--model", "m", "--profile", ""], "nothing is given after --profile"),
+        (["plan", "--cluster=c", "--model=m", "--profile="], "nothing is given after --profile"),
         (["plan", "--max-usd-per-iteration", "-1"], "--max-usd-per-iteration: '-1': a number from 0"),
     ):
         with pytest.raises(SystemExit) as ended:
