@@ -167,12 +167,21 @@ def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
 
 
 def _end(mark: str) -> None:
-    """End the ranks that a part has started, which would keep the GPU's memory from the next part."""
-    own = f"{_MARK}={mark}".encode()
+    """End the ranks that a part has started, which would keep the GPU's memory from the next part; wait for it."""
+    until_s = time.monotonic() + _LAST_WORDS_S
+    while _kill(f"{_MARK}={mark}".encode()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+
+
+def _kill(own: bytes) -> int:
+    """Kill the processes with this variable; how many of them were there (one that has ended shows no variables)."""
+    found = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if own in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
+                found += 1
+    return found
 
 
 def read_figures(path: Path) -> Any:

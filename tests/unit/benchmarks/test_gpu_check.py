@@ -66,6 +66,13 @@ def test_ranks_of_a_part_that_is_ended_end_as_well(tmp_path):
         assert "State:\tZ" in Path(f"/proc/{number}/status").read_text()
 
 
+def test_the_next_part_waits_for_ranks_that_still_end(monkeypatch):
+    left = [2, 1, 0]
+    monkeypatch.setattr(check, "_kill", lambda own: left.pop(0))
+    check._end("mark")
+    assert not left
+
+
 def test_a_part_that_hangs_leaves_the_others_their_time(tmp_path):
     """All but the last one hang: it runs none the less, and all of them together keep to the limit."""
     parts = [part(f"hangs {i}", "import time; time.sleep(600)", limit_s=40.0) for i in range(3)]
