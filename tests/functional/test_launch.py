@@ -3,32 +3,17 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.functional.launch import REPOSITORY, LaunchError, launch
+from tests.unit.elastic.notes import runs, until
 
 _HANG = "import time; time.sleep(600)"
 
 
 def _python(code: str) -> list[str]:
     return ["-c", f"import os, sys; rank = int(os.environ['RANK'])\n{code}"]
-
-
-def _gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
-
-
-def _await_end(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not all(map(_gone, pids)):
-        assert time.monotonic() < deadline_s, "a process outlived the launch"
-        time.sleep(0.05)
 
 
 def test_ranks_see_their_environment_and_leave_their_logs(tmp_path):
@@ -64,7 +49,7 @@ print(os.getpid(), child.pid, flush=True)
         launch(2, _python(code), tmp_path, timeout_s=5)
     pids = [int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()]
     assert len(pids) == 4
-    _await_end(pids)
+    until(lambda: not any(map(runs, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, as Linux gives it")
@@ -84,4 +69,5 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
     finally:
         launcher.kill()
         launcher.wait()
-    _await_end([int(log.read_text()) for log in logs])
+    pids = [int(log.read_text()) for log in logs]
+    until(lambda: not any(map(runs, pids)))

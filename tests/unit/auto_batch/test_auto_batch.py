@@ -201,7 +201,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
     store = StoreServer("127.0.0.1", 0, "0123456789abcdef")
     store.start()
     monkeypatch.setattr(stores, "job_store", lambda *_: store)
-    yield [Exchange(rank, 2, 1.0) for rank in range(2)]
+    yield [Exchange(rank, 2, 60.0) for rank in range(2)]
     store.close()
 
 
@@ -216,15 +216,15 @@ def test_ranks_get_all_values_and_rank_0_decides(two: list[Exchange]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert found == dict.fromkeys(range(2), ([[0], [1]], {"of": 0}))
 
 
 def test_a_rank_that_never_comes_is_named(two: list[Exchange]) -> None:
-    start_s = time.monotonic()
+    start_s, two[0]._timeout_s = time.monotonic(), 1.0
     with pytest.raises(ExchangeError, match="nothing came from rank 1 within 1 s"):
         two[0].gather("sizes", 1)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 30
 
 
 def test_a_rank_that_failed_ends_the_others(two: list[Exchange]) -> None:

@@ -16,7 +16,7 @@ from megatron_het.plan import Plan
 from megatron_het.store import Strangers
 from testing.cases import build_plan
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Notes:
@@ -76,7 +76,7 @@ def runs(process: int) -> bool:
     try:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
     except (ProcessLookupError, FileNotFoundError):
         return False
 

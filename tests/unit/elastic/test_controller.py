@@ -350,7 +350,6 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
 ) -> None:
     run, said = subprocess.Popen, list[str]()
     monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdout=more["stdout"]))
-    monkeypatch.setattr(agents, "_GLANCE_S", 0.1)
     monkeypatch.setattr(agents, "_MEET_S", 0.0)
     first = ServedBoard("127.0.0.1", 0, TOKEN)
     first.start()
@@ -358,6 +357,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     agent._meet()
     (worker,) = agent._workers
     first.close()
+    monkeypatch.setattr(agents, "_GLANCE_S", 0.1)
     for _ in range(3):
         assert agent._meet() is None
         agent._look_after()
@@ -367,6 +367,7 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     agent._look_after()
     second = ServedBoard("127.0.0.1", 0, TOKEN)
     second.start()
+    monkeypatch.setattr(agents, "_GLANCE_S", 60.0)
     (tmp_path / "address").write_text(f"127.0.0.1:{second.port}\n")
     agent._meet()
     assert said.count("the controller answers again") == 1

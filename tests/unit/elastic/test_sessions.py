@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ from megatron_het.plan.run_config import HetConfig
 from megatron_het.report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from tests.unit.elastic.notes import Notes, plan, runs
+from tests.unit.elastic.notes import Notes, plan, runs, until
 from tests.unit.store.memory import MemoryStore
 
 
@@ -374,10 +373,7 @@ def test_what_a_worker_has_started_ends_with_it(is_killed: bool):
             worker.wait(SOON_S)
         end_all(worker)
         worker.wait(SOON_S)
-    deadline_s = time.monotonic() + SOON_S
-    while runs(child):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    until(lambda: not runs(child))
     end_all(worker)  # nothing is there any more
 
 

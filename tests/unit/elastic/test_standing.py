@@ -26,7 +26,7 @@ from megatron_het import store
 from megatron_het.elastic import members as failures
 from megatron_het.elastic import worth
 from megatron_het.elastic.copies import SHARE, Cost, Pace
-from megatron_het.elastic.job import Board, Generation, ServedBoard
+from megatron_het.elastic.job import Board, Generation, Moment, ServedBoard
 from megatron_het.elastic.links import Links, Severing, sockets
 from megatron_het.elastic.members import Bounds, Progress
 from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
@@ -161,6 +161,7 @@ def test_a_job_that_has_not_begun_or_is_over():
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_het.elastic.controller.Moment", lambda: Moment(clock_s=now[0]))
     return now
 
 
@@ -182,16 +183,16 @@ def test_time_counts_between_iterations(clock: list[float]) -> None:
     assert not progress.is_stuck(4, 9)
 
 
-def test_all_leave_a_stuck_iteration_and_who_does_not_is_ended(tmp_path: Path) -> None:
+def test_all_leave_a_stuck_iteration_and_who_does_not_is_ended(clock: list[float], tmp_path: Path) -> None:
     job = trained(tmp_path, [[1], [1]], [[1]], bounds=Bounds(stuck_s=0.1, leave_s=0.1))
     job.opened(last=9, times={"first_step": time.time()})
     job.step()
     assert not job.has("0/lost")
-    time.sleep(0.2)
+    clock[0] += 0.2
     job.step()
     assert job.has("0/lost") and not job.has("kill/1") and not job.has("kill/2")
     job.ended(1, error="closed", iteration=1)
-    time.sleep(0.2)
+    clock[0] += 0.2
     job.step()
     assert job.has("kill/2") and not job.has("kill/1")
     assert job.get("1/generation")["ranks"] == [1]

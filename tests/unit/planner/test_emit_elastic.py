@@ -66,9 +66,9 @@ exec "$@"
 """
 # Controller and agents: an agent saves and ends on SIGUSR1, the controller ends when somebody has.
 PYTHON = """#!/bin/bash
-printf '%s\\n' "$*" >>"$NOTES/python"
 [[ "$*" == *--save* ]] || { echo 0123456789abcdef0123456789abcdef >"$ELASTIC/token"; kind=controller; }
 trap 'mkdir -p "$CHECKPOINTS"; echo "$SAVED" >"$CHECKPOINTS/latest_checkpointed_iteration.txt"; exit 0' USR1
+printf '%s\\n' "$*" >>"$NOTES/python"
 for ((i = 0; i < 600; i++)); do
     [[ "$kind" != controller || ! -s "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]] || exit "${CODE:-0}"
     sleep 0.05

@@ -1,18 +1,17 @@
 """The store of a job without a controller: who finds it, who does not, and when it ends."""
 
 import contextlib
-import os
 import random
 import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_het.store import Store, StoreError, StoreServer, TokenError, job
+from tests.unit.elastic.notes import runs, until
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -76,18 +75,7 @@ def test_the_store_ends_with_its_job() -> None:
     code = "from megatron_het.store import job; job.job_store(0, 20.0).put('a', 1)"
     code += "; [print(one.pid) for one in job._STARTED.values()]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    pid, deadline_s = int(done.stdout.split()[-1]), time.monotonic() + 20.0
-    while _lives(pid):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    until(lambda: not runs(int(done.stdout.split()[-1])))
 
 
 @pytest.mark.parametrize(

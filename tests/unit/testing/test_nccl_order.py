@@ -136,10 +136,10 @@ def test_the_watchdog_finds_what_nobody_waits_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_watchdog_leaves_what_ends_in_time():
-    device = Device(Options(stall_s=0.4))
+    device = Device(Options(stall_s=1.0))
     for item in (item for _ in range(3) for item in launched(device, 1)):
         device.begin(item)
-        time.sleep(0.3)
+        time.sleep(0.6)
         device.end(item, None)
     assert device.failure is None
 

@@ -275,7 +275,7 @@ def _one_message(ends: list[Channels]) -> tuple[float, float]:
         if rank == 1:
             target = torch.zeros(1000)
             pending = ends[1].receive(target, 0, "a receive")
-            threading.Timer(_LATE_S / 2, about_to_wait.set).start()
+            threading.Timer(_LATE_S, about_to_wait.set).start()
             ends[1].wait_receive(pending)
             assert target.eq(7.0).all()
         else:
