@@ -59,6 +59,7 @@ _REFUSED = (
     ),
     Refusal("init_model_with_meta_device", "only FSDP fills the weights that such a model begins with"),
     Refusal("use_grouped_gemm_for_dense_mlp", "layers without TP are quantised then, and those with TP are not"),
+    Refusal("gpu_sniff_test_interval", "groups of other sizes wait for other figures; use het-doctor", is_given),
     Refusal("optimizer_cuda_graph", "CUDA graphs capture groups that a plan rebuilds"),
     Refusal("enable_cuda_graph", "it is an old name of --cuda-graph-impl local; give that one"),
     Refusal("external_cuda_graph", "it is an old name of --cuda-graph-impl transformer_engine; give that one"),

@@ -78,6 +78,7 @@ SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
         ({"calculate_per_token_loss": False}, "--calculate-per-token-loss = False"),
         ({"eval_global_batch_size": 3, "eval_iters": 2}, "--eval-global-batch-size = 3: 2 times.*batches of 8"),
         ({"eval_global_batch_size": 16, "sft": True}, "--eval-global-batch-size = 16: with --sft"),
+        ({"gpu_sniff_test_interval": 2}, "--gpu-sniff-test-interval.*use het-doctor"),
         ({"full_validation": True}, "--full-validation.*Megatron's own evaluation fails"),
         ({"train_iters": 4}, "--eval-interval = None: Megatron divides by it"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
