@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_het.store import free_port
-from testing.runner import Device
+from testing.runner import Device, die_with_parent
 
 _POLL_S = 0.01
 # What a training imports when it first needs it.
@@ -63,6 +63,7 @@ class Rank:
         """
         job = self.job
         os.setsid()
+        die_with_parent()
         # As multiprocessing does after its own forks: the server's helper is not this rank's child.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

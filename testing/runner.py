@@ -9,6 +9,7 @@ over NCCL, where several ranks may share one.
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 Device = Literal["cpu", "cuda"]
+_PR_SET_PDEATHSIG = 1
+# Loaded here, because little is allowed between fork and exec.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
 _START_S = 600.0  # bound on the server's imports
@@ -267,6 +271,12 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def die_with_parent() -> None:
+    """Have Linux end this process with the one that started it, which may be killed before it can end this one."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def words(text: str, *more: Sequence[str] | str) -> tuple[str, ...]:

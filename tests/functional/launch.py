@@ -1,8 +1,6 @@
 """Starts the ranks of one functional test as local processes, and ends them all in bounded time."""
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_het.store import free_port
-from testing.runner import end_session
+from testing.runner import die_with_parent, end_session
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
-# Loaded here, because little is allowed between fork and exec.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _TAIL_LINES = 40
 
 
@@ -127,13 +122,8 @@ def _start(command: list[str], folder: Path, environment: dict[str, str], log: P
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+            preexec_fn=die_with_parent,  # noqa: PLW1509  one prctl, no lock
         )
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the process that launched it is killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, grace_s: float) -> int | None:

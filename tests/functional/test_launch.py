@@ -71,3 +71,27 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
         launcher.wait()
     pids = [int(log.read_text()) for log in logs]
     until(lambda: not any(map(runs, pids)))
+
+
+SERVER = """
+import os, pathlib, signal, sys, time
+from testing.rank_server import Server
+log = pathlib.Path(sys.argv[1]) / "rank-0.log"
+server = Server()
+rank = server._start({"world_size": 1, "log_dir": sys.argv[1], "environment": {}, "argv": (), "setup": None,
+                      "entry": "signal:pause", "timeout_s": 600})
+if rank is not None:
+    rank.run()
+while not log.exists():
+    time.sleep(0.01)
+print(*server._running[0].pids.values(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, as Linux gives it")
+def test_ranks_end_with_a_killed_server(tmp_path):
+    """``timeout`` ends the server, too, but not its ranks: these lead sessions of their own."""
+    command = [sys.executable, "-c", SERVER, tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    until(lambda: not runs(int(done.stdout)))
