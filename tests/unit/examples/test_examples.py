@@ -39,8 +39,8 @@ def test_an_example_plans_checks_and_emits(name: str, tmp_path: Path) -> None:
         cheap = ["--no-verify", "--limit-s", "5"] if words[0] == "plan" else []
         assert main([*words, *cheap]) == 0, words
     plan = json.loads((tmp_path / "plan.json").read_text())
-    if name == "long_context":
-        assert plan["schedule"]["name"] == "slimpipe"
+    assert len({r["device"] for s in plan["stages"] for r in s["replicas"]}) == 2, "an example shows two kinds of GPU"
+    assert name != "long_context" or plan["schedule"]["name"] == "slimpipe"
     for target in targets:
         script = "train.sbatch" if target == "run" else f"{target}.yaml"
         assert (tmp_path / target / script).exists() and (tmp_path / target / "torchrun-node-0.sh").exists()
