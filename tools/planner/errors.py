@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ def validated(model: type[Any], document: Any, file: str, place: tuple[str | int
         raise PlannerError(file, _key(place) or "(document)", document, str(error)) from None
 
 
+_MEMBER = re.compile(r"bool|int|float|str|tuple\[.*\]")
 # What a file is that has this key, and is not the one that is needed.
 _MARKS = {"stages": "a plan", "devices": "a profile", "nodes": "a cluster file", "num_layers": "a model file"}
 
@@ -73,9 +75,12 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     An unknown key comes first, because it is usually a key that is missing elsewhere, misspelt.
     """
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    key = _key((*place, *first["loc"]))
+    inside = [error for error in errors if _at(error)[: len(_at(first))] == _at(first)]
+    first = max(inside, key=lambda error: len(_at(error)))  # of a union's members the one that came farthest
+    key = _key((*place, *_at(first)))
     hint = ""
-    problem = first["msg"].removeprefix("Value error, ")
+    told = dict.fromkeys(error["msg"] for error in inside if _at(error) == _at(first))
+    problem = " or ".join(told).removeprefix("Value error, ").replace(" or Input should be", " or")
     problem = problem[0].lower() + problem[1:] if problem else "is not valid"
     problem = problem.replace("valid array", "list, like [a, b]").replace("an object", "a mapping of keys to values")
     value = first.get("input")
@@ -97,10 +102,15 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
         like = "12.5e9" if first["type"] == "float_type" else "8"
         hint = f"Write a plain number, like {like}, without quotes, sign of a currency or unit"
     # A list that is too short or a union without a match because of an error inside is not one more.
-    inside = {error["loc"][:n] for error in errors for n in range(len(error["loc"]))}
-    others = sum(error["loc"] not in inside for error in errors if error is not first)
+    around = {_at(error)[:n] for error in errors for n in range(len(_at(error)))}
+    others = len({_at(error) for error in errors} - around - {_at(first)})
     more = f" ({others} more {'problem' if others == 1 else 'problems'} in this file)" if others else ""
     return PlannerError(file, key or "(document)", value, problem + more, hint)
+
+
+def _at(error: Any) -> tuple[str | int, ...]:
+    """Where an error of pydantic is, without the names of a union's members, like ``int`` and ``tuple[int, ...]``."""
+    return tuple(step for step in error["loc"] if not _MEMBER.fullmatch(str(step)))
 
 
 def _known_keys(schema: dict[str, Any], location: Sequence[Any]) -> list[str]:

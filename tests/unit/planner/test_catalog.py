@@ -453,6 +453,8 @@ def test_bad_clusters(document, key, text):
         ({"precision": "fp7"}, "precision"),
         ({"learned_positions": 64}, "learned_positions = 64 is less than seq_length = 128"),
         ({"layers": 3}, "unknown key"),
+        ({"document_lengths": [12, "x"]}, "m.yaml: document_lengths[1] = 'x': input should be a valid integer. Write"),
+        ({"flags": {"rotary-base": {}}}, "flags.rotary-base = {}: input should be a valid boolean or a valid"),
     ],
 )
 def test_bad_models(change, text):

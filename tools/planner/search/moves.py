@@ -142,10 +142,6 @@ def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
 Stages = list[dict[tuple[int, int], int]]
 
 
-def _open(candidate: Candidate) -> Stages:
-    return [{(g.pool, g.tp): g.count for g in s.groups} for s in candidate.stages]
-
-
 def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
     """Groups of changed stages; those that are as before need not be made again."""
     out = []
@@ -179,7 +175,7 @@ def neighbours(
         spread: With a pool spread anew over its stages, which changes many of them at once.
     """
     candidate = candidate.keeping()
-    stages = _open(candidate)
+    stages: Stages = [{(g.pool, g.tp): g.count for g in s.groups} for s in candidate.stages]
     groups = tuple(s.groups for s in candidate.stages)
     for like in _settings(estimator, goal, candidate):
         yield groups, like
