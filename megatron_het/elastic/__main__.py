@@ -134,6 +134,8 @@ def _connection(parser: argparse.ArgumentParser) -> None:
 
 def _run(words: Sequence[str]) -> int:
     own, given = split_words(words)
+    if own and not own[0].startswith("-"):
+        raise UsageError(f"{shown(own[0])} is no command; {', '.join(COMMANDS)} are")
     flags = given or []
     options = parser_of().parse_args(own)
     host, port = _address(options.controller)
@@ -213,10 +215,12 @@ def _address_file(options: Any) -> Path:
 def _serve_node(
     options: Any, host: str, port: int, token: str, flags: list[str], helper: subprocess.Popen[bytes] | None
 ) -> int:
+    import torch
+
     from megatron_het.elastic.agent import Agent, Node
     from megatron_het.elastic.worker import Setting
 
-    workers = options.workers or _devices()
+    workers = options.workers or max(1, torch.cuda.device_count())
     setting = Setting(
         host=host,
         port=port,
@@ -235,12 +239,6 @@ def _serve_node(
     )
     folder = options.folder / f"node-{options.node}"
     return Agent(Node(setting, workers, folder, tuple(flags), options.restarts), _say, helper).run()
-
-
-def _devices() -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count())
 
 
 def _ask(words: Sequence[str]) -> int:

@@ -130,6 +130,7 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
             {"het-run": het_run, "het-doctor": het_doctor}.get(words[0], main)(words[words[0].startswith("het-") :])
         error = capsys.readouterr().err
         assert ended.value.code == 2 and said in error and error.count("\n") == 1
+    assert het_run(["statsu"]) == 2 and "'statsu' is no command; status, leave" in capsys.readouterr().err
 
 
 def test_files_and_machines_that_change_places_are_named(files, capsys, monkeypatch):
