@@ -148,7 +148,7 @@ def _allowed(case: Case) -> Case:
 def _v_cases(seed: int, quick: bool) -> list[Case]:
     """The same for two chunks per stage in a V: the schedule is one of the features."""
     rng = random.Random(f"v {seed}")
-    rows, _ = pairwise(_V_PARAMETERS, _is_valid_v, rng)
+    rows, _ = pairwise(_V_PARAMETERS, lambda row: is_valid(row) and _can_be_tied(row), rng)
     found = [(row["schedule"], _case(row, f"pair-{i:02}", rng)) for i, row in enumerate(rows)]
     found += [(row["schedule"], _case(row, f"bf16-{i:02}", rng, "bf16")) for i, row in enumerate(rows[:_BF16_ROWS])]
     for i in range(_RANDOM):
@@ -157,10 +157,6 @@ def _v_cases(seed: int, quick: bool) -> list[Case]:
             case = random_case(f"random-{i:02}", rng)
         found.append((V_SCHEDULES[i % len(V_SCHEDULES)], case))
     return [_allowed(with_schedule(case, schedule, 2, {})) for schedule, case in (found[:8] if quick else found)]
-
-
-def _is_valid_v(row: Row) -> bool:
-    return is_valid(row) and _can_be_tied(row)
 
 
 def _can_be_tied(row: Row) -> bool:

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import math
 import re
+import sys
 from typing import Any
 
 from megatron_het.families import family_of
@@ -411,7 +412,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
         args.overlap_p2p_comm = True
     for feature, options in features_of(plan):
         feature.apply(plan, options, args)
-    _apply_recompute(plan, args)
+    _apply_recompute(plan, args, rank)
     spec = family_of(args).default_spec(args)
     if args.spec is None and spec is not None:
         args.spec = list(spec)
@@ -462,7 +463,10 @@ def apply_after_validation(plan: Plan, args: Any) -> None:
         args.virtual_pipeline_model_parallel_size = chunks
 
 
-def _apply_recompute(plan: Plan, args: Any) -> None:
+def _apply_recompute(plan: Plan, args: Any, rank: int) -> None:
+    modules = getattr(args, "recompute_modules", None) or ["core_attn"]
+    if plan.training.recompute == "selective" and modules != ["core_attn"] and rank == 0:
+        sys.stderr.write(f"megatron_het: {', '.join(modules)} is recomputed; the plan's figures are of core_attn\n")
     if plan.training.recompute == "none" or args.recompute_granularity or args.recompute_activations:
         return
     args.recompute_granularity = plan.training.recompute

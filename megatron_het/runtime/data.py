@@ -314,13 +314,14 @@ def routed_provider(
     is_distributed = getattr(provider, "is_distributed", False)
 
     def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, ...]:
+        from megatron.core import mpu
         from megatron.training import get_args
 
         args = get_args()
         if not vp_stage:
             for _ in range(lacking):
                 _build_nothing(provider if is_distributed else None, num_samples)
-        if lacking and not is_distributed and not _reads_for_its_replica():
+        if lacking and not is_distributed and mpu.get_tensor_model_parallel_rank() != 0:
             return None, None, None
         keywords = {} if vp_stage is None else {"vp_stage": vp_stage}
         with at_chunk(vp_stage):
@@ -384,12 +385,6 @@ def _build_nothing(provider: Callable[..., Any] | None, num_samples: Sequence[in
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     training.build_train_valid_test_data_iterators(provide)
-
-
-def _reads_for_its_replica() -> bool:
-    from megatron.core import mpu
-
-    return bool(mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def _iterator(

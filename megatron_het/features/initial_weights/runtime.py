@@ -95,18 +95,15 @@ def _blocks(
     def block(first: int) -> torch.Tensor:
         return _drawn((BLOCK_ROWS, *shape[1:]), draw, f"{seed}/{name}/{first}", takes_generator)
 
-    threads = min(_threads(), len(blocks)) if takes_generator else 1
+    # Drawing is the work of one core, and a rank of ten billion values would start a minute late.
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = min(cores, len(blocks)) if takes_generator else 1
     if threads < 2:
         yield from ((first, block(first)) for first in blocks)
         return
     with ThreadPoolExecutor(threads) as pool:
         for some in itertools.batched(blocks, threads):  # the whole tensor would be twice in memory
             yield from zip(some, pool.map(block, some), strict=True)
-
-
-def _threads() -> int:
-    """Cores of this rank: drawing is the work of one, and a rank of ten billion values would start a minute late."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _takes_generator(draw: Draw) -> bool:

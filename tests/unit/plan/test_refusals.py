@@ -15,10 +15,10 @@ from megatron_het import device as platform
 from megatron_het import megatron_patches as upstream
 from megatron_het.arguments import hooks
 from megatron_het.arguments.flags import split_arguments
-from megatron_het.arguments.megatron_args import check_arguments
+from megatron_het.arguments.megatron_args import apply_plan, check_arguments
 from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import Experts
-from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
+from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns, plan_from_flags
 from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.megatron_flags import flags
@@ -410,6 +410,13 @@ def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reas
     given = arguments(**changed, pipeline_model_parallel_size=len(plan.stages))
     with refusal(reason):
         check_arguments(plan, given, plan.world_size)
+
+
+def test_parts_that_the_plan_does_not_reckon_with_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = more_stages(2, recompute="selective")
+    for modules, said in (("core_attn", ""), ("mlp", "mlp is recomputed; the plan's figures are of core_attn\n")):
+        apply_plan(plan, Placement(plan), arguments(**SELECTIVE, recompute_modules=[modules], padded_vocab_size=64), 0)
+        assert capsys.readouterr().err.removeprefix("megatron_het: ") == said
 
 
 def test_a_split_vocabulary_fuses_natively_only() -> None:
