@@ -443,7 +443,8 @@ class _Reader:
                 raise ScheduleSyntaxError(number, 1, f"{match[1]} is given twice")
             self.fields[match[1]] = (match[2], number, match.start(2) + 1)
         else:
-            raise ScheduleSyntaxError(number, 1, f"{text[:40]!r} is neither a field nor a device's list")
+            problem = f"{text[:40]!r} is neither a field nor a device's list of a program (see 'show --program-text')"
+            raise ScheduleSyntaxError(number, 1, problem)
 
     def get(self, key: str) -> tuple[str, int, int]:
         if key not in self.fields:
