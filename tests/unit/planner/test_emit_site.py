@@ -405,7 +405,8 @@ def test_the_command_takes_settings_of_the_cluster_file(
     assert main([*words, "--target", "jobset", "--volume", f"claim:{tmp_path}", "--queue", "lab"]) == 0
     text = (tmp_path / "run" / "jobset.yaml").read_text()
     assert "gpu: a100" in text and "claimName: claim" in text and not (tmp_path / "run" / "train.sbatch").exists()
-    assert main(words) == 0 and "wrong for this one: jobset.yaml. Remove" in capsys.readouterr().out
+    (tmp_path / "run" / "expectations.json").touch()
+    assert main(words) == 0 and "wrong for this one: expectations.json, jobset.yaml. Remove" in capsys.readouterr().out
     capsys.readouterr()
 
     def takes_seconds(*_: Any) -> list[str]:

@@ -200,8 +200,8 @@ def emit(
         texts["expectations.json"] = json.dumps(promised.to_json(), indent=1) + "\n"
     plans = {"plan.json": plan} | (elastic.named if elastic else {}) | (turns.named if turns else {})
     result.files = _write(out, plans, texts)
-    ours = ("*.sbatch", "torchrun-node-*.sh", "elastic-node.sh", "jobset.yaml", "skypilot.yaml", "layout.txt")
-    if old := sorted({file.name for name in ours for file in out.glob(name)} - set(texts)):
+    ours = "*.sbatch torchrun-node-*.sh elastic-node.sh jobset.yaml skypilot.yaml layout.txt expectations.json"
+    if old := sorted({file.name for name in ours.split() for file in out.glob(name)} - set(texts)):
         result.notes.append(f"of an earlier plan or target, and wrong for this one: {', '.join(old)}. Remove them")
     if pods is not None:
         token_of_file(out / "token", create=True)  # pods share no home folder, where it would be else
