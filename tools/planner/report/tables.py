@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GIB = 2.0**30
 ROUNDING = 1e-9  # share of an iteration below which a difference of two sums is nothing
-DATASHEETS = "GPU figures are from datasheets, network figures from the cluster file; '{} profile' measures."
+DATASHEETS = "GPU figures are from datasheets, network figures the cluster file's or defaults; '{} profile' measures."
 NOTATION = (
     "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
     "microbatch, cp and ep ranks that share a sequence and experts, offload what is in\n"
