@@ -418,6 +418,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
     assert main([*words, "--target", "skypilot", "--volume", f"s3://b:{tmp_path}"]) == 2
     assert "skypilot.accelerators" in capsys.readouterr().err
     jobset = ["--target", "jobset", "--volume", f"claim:{tmp_path}"]
+    assert main([*words, *jobset, "--volume", f"b:{tmp_path}"]) == 2 and "claim is mounted" in capsys.readouterr().err
     for asked in (
         *(["--qos", "high", *jobset], ["--time-limit", "24:00:00", *jobset], ["--notice-s", "99", *jobset]),
         *(["--modules", "cuda", *jobset], ["--restarts", "3"], ["--restarts", "3", "--elastic", *jobset]),

@@ -420,13 +420,14 @@ def pod_options(options: argparse.Namespace, cluster: Cluster) -> PodOptions | N
     """
     if options.target == "slurm":
         return None
-    volumes = {}
+    volumes: dict[str, str] = {}
     for text in options.volume:
         name, _, folder = text.rpartition(":")
         is_bucket, needed = "://" in name, "s3://BUCKET" if options.target == "skypilot" else "CLAIM"
         if not name or not folder.startswith("/") or files.text_problem(text, 1000) or is_bucket != ("://" in needed):
             raise PlannerError("emit", "--volume", text, f"is not {needed}:/FOLDER")
-        volumes[folder] = name
+        if volumes.setdefault(folder, name) != name:
+            raise PlannerError("emit", "--volume", text, f"{volumes[folder]} is mounted at that folder, too")
     for group in cluster.nodes:
         is_named = group.skypilot.accelerators or cluster.gpu(group.gpu).is_processor
         if options.target == "skypilot" and not is_named:

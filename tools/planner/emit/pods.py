@@ -75,8 +75,9 @@ def check_pods(
     if pods.target == "jobset" and not pods.image:
         raise PlannerError("emit", "--container", "", "is needed: the image of the pods", "Give --container IMAGE")
     if not any(Path(launch.run_dir).is_relative_to(folder) for folder in pods.volumes):
-        problem = f"no volume has the run's folder {launch.run_dir}, which all nodes must see"
-        raise PlannerError("emit", "--volume", list(pods.volumes), problem, "Give --volume NAME:FOLDER, and --run-dir")
+        problem = f"none of {[*pods.volumes]} has the run's folder {launch.run_dir}, which all nodes must see"
+        hint = "Give --volume NAME:FOLDER of a folder around it, and --run-dir where nodes see it elsewhere"
+        raise PlannerError("emit", "--volume", None, problem, hint)
     asked: dict[str, str] = {}
     for part in parts:
         kind, gpu = kinds[part.kind], whole_kind(part.nodes[0], kinds).gpu
