@@ -300,9 +300,7 @@ def _check_options(options: Any) -> None:
     if not options.node.strip() or not options.node.isprintable() or "/" in options.node:
         raise UsageError(f"--node {shown(options.node)} is no name of a node; a folder is named after it")
     if len(options.node.encode()) > _LONGEST_NAME:
-        raise UsageError(
-            f"--node {shown(options.node)} is longer than {_LONGEST_NAME} bytes; a folder is named after it"
-        )
+        raise UsageError(f"--node {shown(options.node)} is longer than {_LONGEST_NAME} bytes, and names a folder")
     if not options.device.isprintable():
         raise UsageError(f"--device {shown(options.device)} is no kind of GPU")
     if options.folder.exists() and not options.folder.is_dir():
@@ -320,10 +318,10 @@ def _token(file: Path, *, create: bool) -> str:
 def _planner(options: Any) -> Planner:
     plans = [load_plan(file) for file in options.plans]
     _check_plans(options.plans, plans)
-    if options.cluster is None and options.model is None and plans:
+    if plans and not (options.cluster or options.model or options.profile):
         return GivenPlans(plans)
     if options.cluster is None or options.model is None:
-        raise UsageError("the controller needs plans: give --plans, or --cluster and --model to search them, or both")
+        raise UsageError("the controller needs --plans, or --cluster and --model (and --profile) to search, or both")
     search = Search(options.cluster, options.model, options.profile, options.folder, options.plan_limit_s)
     try:
         searched = SearchedPlans(options.cluster, search, _say)

@@ -266,6 +266,7 @@ def test_without_a_token_the_folder_of_the_job_is_asked_for(tmp_path: Path, capf
 def test_two_controllers_are_refused(place: tuple[int, list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     port, words = place
     words += ["--controller-only", "--plans", str(tmp_path / "plan.json")]
+    assert main([*words, "--profile", "p.json"]) == 2 and "--model (and --profile) to search" in one_error(capfd)
     first = ServedBoard("127.0.0.1", port, TOKEN)
     assert main(words) == 1
     said = one_error(capfd)
