@@ -5,18 +5,14 @@ import json
 
 import pytest
 
-from megatron_het.device import activate
-
-activate()  # Megatron binds on import what the platform replaces
-
-from benchmarks import configs  # noqa: E402
-from benchmarks.config_models import SMALL, logit_difference, one_rank  # noqa: E402
-from benchmarks.configs import FILES  # noqa: E402
-from testing.runner import words  # noqa: E402
-from tools.planner.__main__ import main  # noqa: E402
-from tools.planner.inputs.model_configs import from_config  # noqa: E402
-from tools.planner.inputs.model_families import FAMILIES  # noqa: E402
-from tools.planner.inputs.model_parts import MODEL_FLAGS  # noqa: E402
+from benchmarks import configs
+from benchmarks.config_models import SMALL, logit_difference, one_rank
+from benchmarks.configs import FILES
+from testing.runner import words
+from tools.planner.__main__ import main
+from tools.planner.inputs.model_configs import from_config
+from tools.planner.inputs.model_families import FAMILIES
+from tools.planner.inputs.model_parts import MODEL_FLAGS
 
 SHAPES = words(
     """model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size

@@ -6,16 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
-from megatron_het.device import activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor  # noqa: E402
-
-from megatron_het.checkpoint.state_dict import StateDictHook, as_one_optimizer, as_own_optimizers  # noqa: E402
-from megatron_het.distributed import PairGroups, PlanGroups  # noqa: E402
-from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, topology_hash  # noqa: E402
+from megatron_het.checkpoint.state_dict import StateDictHook, as_one_optimizer, as_own_optimizers
+from megatron_het.distributed import PairGroups, PlanGroups
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape, topology_hash
 
 _WORDS, _LAYER = "embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight"
 

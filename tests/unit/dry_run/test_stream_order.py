@@ -9,15 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_het.device import Platform, activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron_het.dry_run.stream_order import StreamOrderError, stream_order  # noqa: E402
-from megatron_het.features.activation_offload.runtime import ActivationOffload  # noqa: E402
-from megatron_het.features.window.chunk import HostCopy, SideStream, Streams  # noqa: E402
-from megatron_het.lowering.ranks import RankOp  # noqa: E402
-from megatron_het.schedule.ir import Kind  # noqa: E402
+from megatron_het.device import Platform
+from megatron_het.dry_run.stream_order import StreamOrderError, stream_order
+from megatron_het.features.activation_offload.runtime import ActivationOffload
+from megatron_het.features.window.chunk import HostCopy, SideStream, Streams
+from megatron_het.lowering.ranks import RankOp
+from megatron_het.schedule.ir import Kind
 
 SIZE = 64
 

@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron_het.device import activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, between_the_ends  # noqa: E402
-from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
-from megatron_het.families import pipeline_layout  # noqa: E402
-from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape  # noqa: E402
-from megatron_het.runtime import data  # noqa: E402
+from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, between_the_ends
+from megatron_het.distributed.stage_state import install_stage_state
+from megatron_het.families import pipeline_layout
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from megatron_het.runtime import data
 
 
 def plan_of(*layers: tuple[int, ...]) -> Plan:

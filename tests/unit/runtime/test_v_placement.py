@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.device import activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, at_chunk, group_specs  # noqa: E402
-from megatron_het.distributed.gradient_sums import GradientFinalizer  # noqa: E402
-from megatron_het.distributed.resharding import ShardedParameter, ShardExchange  # noqa: E402
-from megatron_het.distributed.stage_state import install_stage_state  # noqa: E402
-from megatron_het.families import pipeline_layout  # noqa: E402
-from megatron_het.features.registry import check_plan_alone  # noqa: E402
-from megatron_het.lowering.programs import build, schedule_shape  # noqa: E402
-from megatron_het.lowering.ranks import BoundaryMap, lower  # noqa: E402
-from megatron_het.plan import (  # noqa: E402
+from megatron_het.distributed import KNOWN_STATE, Axis, PairGroups, PlanGroups, at_chunk, group_specs
+from megatron_het.distributed.gradient_sums import GradientFinalizer
+from megatron_het.distributed.resharding import ShardedParameter, ShardExchange
+from megatron_het.distributed.stage_state import install_stage_state
+from megatron_het.families import pipeline_layout
+from megatron_het.features.registry import check_plan_alone
+from megatron_het.lowering.programs import build, schedule_shape
+from megatron_het.lowering.ranks import BoundaryMap, lower
+from megatron_het.plan import (
     ModelShape,
     Placement,
     Plan,
@@ -31,11 +27,11 @@ from megatron_het.plan import (  # noqa: E402
     load_plan,
     save_plan,
 )
-from megatron_het.plan.run_config import plan_from_flags  # noqa: E402
-from megatron_het.plan.validate import check_plan  # noqa: E402
-from megatron_het.runtime.building import PositionedLayout, know_positions  # noqa: E402
-from megatron_het.schedule.ir import SENDS, Kind  # noqa: E402
-from tests.unit.plan.megatron_flags import flags  # noqa: E402
+from megatron_het.plan.run_config import plan_from_flags
+from megatron_het.plan.validate import check_plan
+from megatron_het.runtime.building import PositionedLayout, know_positions
+from megatron_het.schedule.ir import SENDS, Kind
+from tests.unit.plan.megatron_flags import flags
 
 
 def v_plan(layers: tuple[tuple[int, int], ...], name: str = "zb-v", tied: bool = False, mixed: bool = False) -> Plan:

@@ -9,22 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
-from megatron_het.device import activate
-
-activate()  # Megatron binds on import what the platform replaces
-
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
-from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from megatron_het.features.experts.runtime import Passes, balance_whole_microbatches  # noqa: E402
-from megatron_het.features.slices.runtime import SlicedSequences  # noqa: E402
-from megatron_het.lowering.ranks import RankOp  # noqa: E402
-from megatron_het.plan.placement import token_blocks  # noqa: E402
-from megatron_het.schedule.cutting import Cutting  # noqa: E402
-from megatron_het.schedule.kinds import Kind  # noqa: E402
+from megatron_het.features.experts.runtime import Passes, balance_whole_microbatches
+from megatron_het.features.slices.runtime import SlicedSequences
+from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan.placement import token_blocks
+from megatron_het.schedule.cutting import Cutting
+from megatron_het.schedule.kinds import Kind
 
 TOKENS, SEQUENCES, HIDDEN, SLICES = 16, 2, 8, 4
 NAMES = {

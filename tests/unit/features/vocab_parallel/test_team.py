@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.device import activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron_het.features.vocab_parallel import runtime as team  # noqa: E402
-from megatron_het.lowering.ranks import RankOp  # noqa: E402
-from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape  # noqa: E402
-from megatron_het.report import Timeline  # noqa: E402
-from megatron_het.runtime.data import Batches  # noqa: E402
-from megatron_het.runtime.feature import Call, Iteration  # noqa: E402
-from megatron_het.schedule.ir import Kind  # noqa: E402
+from megatron_het.features.vocab_parallel import runtime as team
+from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan import ModelShape, Placement, Plan, Replica, Stage, TrainingShape
+from megatron_het.report import Timeline
+from megatron_het.runtime.data import Batches
+from megatron_het.runtime.feature import Call, Iteration
+from megatron_het.schedule.ir import Kind
 
 TOKENS, BATCH, HIDDEN, ROWS = 6, 1, 8, 10
 MAIL: dict[tuple[int, int], deque[torch.Tensor]] = {}

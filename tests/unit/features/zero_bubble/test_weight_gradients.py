@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_het.device import activate
-
-activate()  # before Megatron is imported, which binds what the platform replaces
-
-from megatron_het.features.base import NoOptions  # noqa: E402
-from megatron_het.features.zero_bubble import runtime as weight_gradients  # noqa: E402
-from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients, ZeroBubbleFeature  # noqa: E402
-from megatron_het.features.zero_bubble.spec import ZeroBubble  # noqa: E402
-from megatron_het.lowering.ranks import RankOp  # noqa: E402
-from megatron_het.plan import PlanError  # noqa: E402
-from megatron_het.runtime.feature import BackwardPass  # noqa: E402
-from megatron_het.schedule.kinds import Kind  # noqa: E402
+from megatron_het.features.base import NoOptions
+from megatron_het.features.zero_bubble import runtime as weight_gradients
+from megatron_het.features.zero_bubble.runtime import SplitForward, WeightGradients, ZeroBubbleFeature
+from megatron_het.features.zero_bubble.spec import ZeroBubble
+from megatron_het.lowering.ranks import RankOp
+from megatron_het.plan import PlanError
+from megatron_het.runtime.feature import BackwardPass
+from megatron_het.schedule.kinds import Kind
 
 TOKENS, BATCH, INPUT, OUTPUT = 5, 2, 3, 4
 KEY = (1, 0, 0)
