@@ -294,6 +294,9 @@ def _check_delayed_scaling(plan: Plan, args: Any) -> None:
         raise PlanError(
             "--first-last-layers-bf16", True, "delayed scaling is of all layers at once", "Use --fp8-recipe tensorwise"
         )
+    if any(replica.cp > 1 for stage in plan.stages for replica in stage.replicas):
+        problem = "ranks that share a sequence would scale their parts by largest values of their own"
+        raise PlanError("--fp8-recipe", "delayed", problem, "Use --fp8-recipe tensorwise")
     given = (getattr(args, f"recompute_{name}", None) for name in ("granularity", "activations"))
     recomputes = plan.training.recompute != "none" or any(given)
     if recomputes and plan.schedule.name in SLICED_SCHEDULES:

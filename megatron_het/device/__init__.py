@@ -277,7 +277,7 @@ def accumulate(source: Tensor, grad: Tensor, total: Tensor) -> None:
 def _can_widen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of a narrow type are added to fp32 in one kernel on a device, by a trial.
 
-    The host waits for it: in the first backward, in which receives are waited for where they are posted.
+    The host waits for it, as it may at the first launch of any kernel (docs/schedules.md).
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.full((16, 16), 2.0**-14, device=device)  # lost where the sum has been rounded to the narrow type

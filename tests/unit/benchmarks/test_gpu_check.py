@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import check, checkpoint, offload, trainings
+from benchmarks.gpu import check, checkpoint, offload, slice_attention, trainings
 from benchmarks.gpu.cases import CaseError, Setting, run_cases
 from benchmarks.gpu.check import PARTS, Part, judged_by, read_figures, run_all, share_s
 from benchmarks.gpu.offload import VARIANTS, figures
 from benchmarks.parity import measure
 from megatron_het.arguments.megatron_args import _check_fp8
+from megatron_het.attention.kernels import KERNELS
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan.validate import check_plan
@@ -278,3 +279,9 @@ def test_trainings_share_the_gpu_by_a_service_of_their_own(tmp_path, monkeypatch
     first, *more = said.read_text().splitlines()
     assert first == f"-d {tmp_path / 'mps'}"
     assert ("quit -t 5" in more) is works
+
+
+@pytest.mark.parametrize(("slices", "throughput", "margin"), [(8, 0.92, -0.03), (16, 0.86, 0.01), (32, 0.1, None)])
+def test_slices_of_more_tokens_have_a_higher_bar(slices: int, throughput: float, margin: float | None):
+    entry = {"kernel": KERNELS[0].name, "tokens": 32768, "slices": slices, "relative_throughput": throughput}
+    assert slice_attention.report_of([entry], [KERNELS[0]], False)["least_margin"] == pytest.approx(margin)

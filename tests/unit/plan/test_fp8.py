@@ -1,5 +1,6 @@
 """What is refused of fp8, and what is not."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Kind
+from testing.slimpipe_cases import with_context_parallel
 from tests.unit.plan.megatron_flags import flags
 
 CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
@@ -78,6 +80,13 @@ def test_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         _check_fp8(made(), arguments(**changed))
     _check_fp8(made(), arguments(**{**changed, "fp8": None}))
+
+
+def test_ranks_that_share_sequences_scale_alike() -> None:
+    shared = replace(made(), stages=with_context_parallel(made().stages, 2))
+    _check_fp8(shared, arguments())
+    with pytest.raises(PlanError, match="--fp8-recipe = 'delayed'.*values of their own.*tensorwise"):
+        _check_fp8(shared, arguments("delayed"))
 
 
 @pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("mxfp8", 32)])
