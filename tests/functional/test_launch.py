@@ -1,5 +1,6 @@
 """The launcher of the functional tests: no rank outlives it, and failures are shown."""
 
+import os
 import subprocess
 import sys
 import time
@@ -52,46 +53,39 @@ print(os.getpid(), child.pid, flush=True)
     until(lambda: not any(map(runs, pids)))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, as Linux gives it")
-def test_ranks_die_with_a_killed_launcher(tmp_path):
-    rank = f"import os; print(os.getpid(), flush=True); {_HANG}"
-    code = (
-        "from pathlib import Path; from tests.functional.launch import launch; "
-        f"launch(2, ['-c', {rank!r}], Path({str(tmp_path)!r}))"
-    )
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
-    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
-    try:
-        deadline_s = time.monotonic() + 60
-        while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
-            assert launcher.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.05)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    pids = [int(log.read_text()) for log in logs]
-    until(lambda: not any(map(runs, pids)))
-
-
+LAUNCHER = """
+import pathlib, sys
+from tests.functional.launch import launch
+code = "from tests.functional.test_launch import say_and_wait; say_and_wait()"
+launch(2, ["-c", code], pathlib.Path(sys.argv[1]))
+"""
 SERVER = """
-import os, pathlib, signal, sys, time
-from testing.rank_server import Server
-log = pathlib.Path(sys.argv[1]) / "rank-0.log"
-server = Server()
-rank = server._start({"world_size": 1, "log_dir": sys.argv[1], "environment": {}, "argv": (), "setup": None,
-                      "entry": "signal:pause", "timeout_s": 600})
+import signal, sys
+from testing import rank_server
+rank_server._take_device = lambda: None
+job = {"world_size": 2, "log_dir": sys.argv[1], "environment": {}, "argv": (), "setup": None, "timeout_s": 600}
+rank = rank_server.Server()._start({**job, "entry": "tests.functional.test_launch:say_and_wait"})
 if rank is not None:
     rank.run()
-while not log.exists():
-    time.sleep(0.01)
-print(*server._running[0].pids.values(), flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
+signal.pause()
 """
 
 
+def say_and_wait():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, as Linux gives it")
-def test_ranks_end_with_a_killed_server(tmp_path):
-    """``timeout`` ends the server, too, but not its ranks: these lead sessions of their own."""
-    command = [sys.executable, "-c", SERVER, tmp_path]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
-    until(lambda: not runs(int(done.stdout)))
+@pytest.mark.parametrize("code", [LAUNCHER, SERVER])
+def test_ranks_die_with_a_process_that_is_killed(code, tmp_path):
+    """They lead sessions of their own: what kills the group of their parent, as ``timeout`` does, leaves them."""
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY)
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    try:
+        until(lambda: parent.poll() is None and all(log.exists() and log.read_text().endswith("\n") for log in logs))
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(log.read_text()) for log in logs]
+    until(lambda: not any(map(runs, pids)))
