@@ -46,8 +46,8 @@ child = subprocess.Popen([sys.executable, "-c", "{_HANG}"])
 print(os.getpid(), child.pid, flush=True)
 {_HANG}
 """
-    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 5 s"):
-        launch(2, _python(code), tmp_path, timeout_s=5)
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 10 s"):
+        launch(2, _python(code), tmp_path, timeout_s=10)
     pids = [int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()]
     assert len(pids) == 4
     until(lambda: not any(map(runs, pids)))

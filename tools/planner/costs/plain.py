@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,10 +255,6 @@ def _elapsed_s(steps: _Steps) -> float:
     return max([max(t, sent) + tail for t, sent, tail, first, after in ends if after > first], default=0.0)
 
 
-def _slice_times(whole_s: float, attention_s: float, shares: Sequence[float], operation_s: float) -> tuple[float, ...]:
-    return tuple(whole_s / len(shares) + attention_s * share + operation_s for share in shares)
-
-
 class Wiring:
     """Links between replicas, which depend on their kinds and on whether they share a node.
 
@@ -374,8 +370,8 @@ def _passes_s(shape: Shape, devices: Sequence[int], costs: Costs) -> Doubles:
         rows = tuple((whole[d], slices[d] if slices else ()) for whole, slices in tables)
         if rows not in known:
             known[rows] = [
-                [_slice_times(s, mine[c] if mine else 0.0, shares, costs.operation_s) for c, s in enumerate(whole)]
-                for whole, mine in rows
+                [tuple(s / len(shares) + a * share + costs.operation_s for share in shares) for s, a in both]
+                for both in (zip(whole, mine or repeat(0.0)) for whole, mine in rows)
             ]
         out.append(known[rows])
     return np.array(out)
