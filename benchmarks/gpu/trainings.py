@@ -98,6 +98,7 @@ _BLOCKWISE = words("--fp8-format e4m3 --fp8-recipe blockwise")
 _DELAYED = words("--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16")
 _ENDS_IN_BF16 = words("--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1")
 _WHOLE, _CUT, _YARDSTICK = "fp8", "fp8 of cut tensors", "fp8 against bf16"
+_MIXED: tuple[Feature, ...] = (("tp", "by stage"), ("routing", "uneven"))  # TP 2, then two replicas
 # Name, features, recipe, and whether plan and reference quantise the same tensors.
 _FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
     ("1f1b", (("schedule", "1f1b"),), _TENSORWISE, _WHOLE),
@@ -106,7 +107,7 @@ _FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
     ("zb-v", (("schedule", "zb-v"),), _TENSORWISE, _WHOLE),
     ("window, offload and recompute", (("window", "exact"), ("recompute", "full")), _TENSORWISE, _WHOLE),
     ("ZeRO-3", (("window", "ZeRO-3"),), _TENSORWISE, _WHOLE),
-    ("mixed TP, weights kept", (("tp", "by stage"), ("distributed_optimizer", True)), _TENSORWISE, _CUT),
+    ("mixed TP, weights kept", (*_MIXED, ("distributed_optimizer", True)), _TENSORWISE, _CUT),
     ("slimpipe, blockwise", (("schedule", "slimpipe"),), _BLOCKWISE, _WHOLE),
     ("TP, delayed", (("tp", "by stage"), ("sequence_parallel", True)), _DELAYED, _CUT),
 )
