@@ -54,13 +54,14 @@ _MODELS = ("mixtral", "deepseek_v3")  # families with experts, and with experts 
 _GRAPHS: tuple[tuple[Feature, str, str], ...] = (
     (("schedule", "1f1b"), "transformer_engine", ""),
     (("schedule", "zb-v"), "transformer_engine", ""),
+    (("schedule", "interleaved"), "transformer_engine", ""),
     (("schedule", "interleaved"), "transformer_engine", "attn"),
     (("schedule", "slimpipe"), "transformer_engine", "mlp"),
     (("overlap", "gradients and parameters"), "transformer_engine", ""),
     (("schedule", "interleaved"), "local", ""),
 )
 """Plans with CUDA graphs of layers: a feature, who captures, and which part of a layer; those that are refused last."""
-_ADMITTED_GRAPHS = 2
+_ADMITTED_GRAPHS = 3
 
 
 def cases(has_te: bool) -> list[Case]:

@@ -24,13 +24,14 @@ def made(name: str, *parts: str, **features: object) -> Case:
 CASES = [
     made("graphs-1f1b", schedule="1f1b"),
     made("graphs-interleaved", "attn", schedule="interleaved"),
+    made("graphs-interleaved-layers", schedule="interleaved"),
     made("graphs-zb-v", schedule="zb-v"),
     made("graphs-slimpipe", "mlp", schedule="slimpipe"),
     made("graphs-overlap", overlap="gradients and parameters", distributed_optimizer=True),
     made("graphs-unequal-microbatches", microbatches="unequal"),
 ]
 BY_NAME = {case.name: case for case in CASES}
-FULL = {"graphs-1f1b", "graphs-interleaved", "graphs-overlap", "graphs-unequal-microbatches"}
+FULL = {f"graphs-{name}" for name in ["1f1b", "interleaved", "interleaved-layers", "overlap", "unequal-microbatches"]}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))
