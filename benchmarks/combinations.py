@@ -190,7 +190,7 @@ def markdown(refused: dict[Pair, str]) -> str:
         "",
         f"{sum(not are_of_two_schedules(pair) for pair in pairs())} pairs of {len(features())} features can be in one "
         f"plan; of these {len(refused)} are refused.",
-        "`benchmarks/results/combinations.json` has the plans in which the others were trained, and how far each was",
+        "`benchmarks/results/combinations.json` has the plans in which 535 of them were trained, and how far each was",
         "from stock Megatron in one process.",
         "",
         "## Refused",

@@ -230,10 +230,10 @@ def compare_case(seed: int) -> dict[str, Any]:
 
 SEARCH_BARS_S = {
     "OPT-350, 32 A100-40 + 96 V100-16": 0.6,
-    "GPT-Neo-2.7, 128 A100-40 + 384 V100-16": 5.0,
+    "GPT-Neo-2.7, 128 A100-40 + 384 V100-16": 1.0,
     "OPT-350, 256 A100-40 + 256 V100-16 + 256 GH-96": 1.0,
     "GPT-Neo-2.7, 256 A100-40 + 256 V100-16 + 256 GH-96": 1.0,
-    "GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones": 5.0,
+    "GPT-Neo-2.7, 10,000 GPUs of 4 types in 8 zones": 6.0,
 }
 
 

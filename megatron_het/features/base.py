@@ -188,8 +188,8 @@ class Feature:
     refused: ClassVar[tuple[Refusal, ...]] = ()  # what it cannot go with among Megatron's arguments
     refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()  # what no plan can go with, with the feature or without
     sets: ClassVar[tuple[str, ...]] = ()  # Megatron's flags that follow from a plan
-    # Dotted names of upstream code that it leans on, with the hashes of their sources (``upstream.source_hash``).  A
-    # run with the feature does not start when one differs.
+    # Dotted names of upstream code that it leans on, with the hashes of their sources
+    # (``megatron_patches.source_hash``).  A run with the feature does not start when one differs.
     upstream_names: ClassVar[Mapping[str, str]] = {}
     # dotted names of functions that make a subclass of Megatron's distributed optimizer, each on top of the one before
     # (``megatron_patches/patches.py``)

@@ -22,6 +22,7 @@ from tools.planner.costs.layer import (
     DENSE,
     EXPERTS,
     MEGATRON_HET,
+    OTHER_GPU,
     WITHOUT_TE,
     Kernels,
     Product,
@@ -270,12 +271,12 @@ def test_fp8_and_fp4_need_hardware(precision: str, gpu: str) -> None:
 
 def test_every_gpu_has_figures():
     """All kinds that plans without a profile may name, with a source and physical efficiencies."""
-    wanted = "A100-40 A100-80 H100-SXM H200 B200 B300 GB200 GB300 MI300X"
-    consumer = "L40S A10G V100-16 V100-32 T4 RTX-3090 RTX-4090 RTX-5090"
-    for name in f"{wanted} {consumer}".split():
-        gpu = catalog()[name]
-        assert gpu.source and 0 < gpu.efficiency <= 0.9
-        assert gpu.collective_rate <= gpu.intra_node_bytes_per_s or name == "GH-96"
+    gpus = {name: gpu for name, gpu in catalog().items() if not gpu.is_processor}
+    new = "A40 A5000 L4 L40 RTX-6000-Ada RTX-PRO-6000 RTX-8000 P100-16 A800 H800 H20 MI250X MI300X MI325X MI350X MI355X"
+    assert {*new.split(), "A100-40", "H200", "V100-16", "T4", "RTX-4090"} <= set(gpus)
+    for name, gpu in gpus.items():
+        assert gpu.source and 0 < gpu.efficiency <= 0.9, name
+        assert gpu.collective_rate <= gpu.intra_node_bytes_per_s or name == "GH-96", name
     for name in ["H100-SXM", "H200", "B200", "B300", "GB200", "GB300", "L40S", "RTX-4090", "MI300X"]:
         assert catalog()[name].peak("fp8") == pytest.approx(2 * catalog()[name].peak("bf16"), rel=0.02)
 
@@ -285,6 +286,8 @@ def test_uncertainty_is_of_plans_of_that_kind():
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(dense, {"H200", "T4"})
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(dense, {"H200"}, fitted=False)
     assert catalog_uncertainty(dense, {"H200"}) < catalog_uncertainty(moe, {"H200"})
+    assert catalog_uncertainty(Model(**SHAPE, fp4=True), {"B200"}) == OTHER_GPU
+    assert catalog_uncertainty(dense.model_copy(update={"mamba": True}), {"B200"}) == OTHER_GPU
     assert str(DENSE) == f"+-6 %, from {DENSE.runs} runs of dense models"
     counted = [r for source in TABLES if source != "mpt" for r in read_runs(source)]
     assert DENSE.runs == sum(r.kind == "dense" for r in counted) and EXPERTS.runs == sum(

@@ -393,3 +393,7 @@ def test_kinds_do_not_take_turns_for_nothing(longer: float, chosen: int) -> None
     prefer_plain(estimator, Goal(), outcome)
     assert irregularity(estimator, outcome.best.candidate) == (0, 0, 0, chosen)
     assert (outcome.passed_over is not None) == (chosen == 0)
+    if outcome.passed_over is not None:
+        assert "a plan of 10 s (0.8 % shorter) was passed over" in bound_lines(outcome, Goal())[-1]
+        slower = Outcome("auto", [replace(outcome.best, simulated_s=8.0)], passed_over=outcome.passed_over)
+        assert "a cheaper plan of 10 s (25.0 % longer) was passed over" in bound_lines(slower, Goal("cost"))[-1]

@@ -257,7 +257,7 @@ PROFILED = Uncertainty(0.05, 14, "runs with a profile")  # from a profile of the
 DENSE = Uncertainty(0.06, 88, "runs of dense models")  # catalog, dense models
 EXPERTS = Uncertainty(0.27, 26, "runs with experts")  # catalog, mixture of experts
 OTHER_GPU = Uncertainty(0.25, 11, "sets of layer times")
-"""Catalog, GPUs or precisions of which no runs are published, and layers without Transformer Engine."""
+"""Catalog, GPUs, precisions or layers of which no runs are published, and layers without Transformer Engine."""
 COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB200", "GB300"})
 """GPUs with published runs, and their variants with another memory."""
 
@@ -270,9 +270,8 @@ def catalog_uncertainty(model: Model, gpus: Collection[str], fitted: bool = True
         fitted: Whether the runtime's kernels are those of published runs.
     """
     found = DENSE if model.experts is None else EXPERTS
-    if not fitted or model.precision not in ("bf16", "fp16") or not COMPARED_GPUS.issuperset(gpus):
-        found = max(found, OTHER_GPU)
-    return found
+    has_runs = model.precision in ("bf16", "fp16") and not (model.fp4 or model.mamba or model.delta_net)
+    return found if fitted and has_runs and COMPARED_GPUS.issuperset(gpus) else max(found, OTHER_GPU)
 
 
 Counted = tuple[tuple[str, int], ...]  # layers by kind

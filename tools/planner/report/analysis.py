@@ -198,7 +198,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
         "iteration"
     )
     for label, seconds in (
-        ("the pipeline's warm-up and drain", e.fill_s),
+        ("the pipeline's fill and drain", e.fill_s),
         ("gradient reduction", e.sync_s),
         ("parameter gathers", e.gather_s),
         ("the optimizer step", e.update_s),

@@ -437,7 +437,7 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
             most, left_out_s = _left_out(outcome, best, goal)
             lines.append(f"{said}. That bound is loose: it leaves out {most} ({left_out_s:.3g} s of this plan)")
     if best is not None:
-        lines += _passed_over_lines(outcome, best)
+        lines += _passed_over_lines(outcome, best, goal.objective == "cost")
     for names, alone_s in outcome.other_vendors.items():
         alone = "there is no plan" if alone_s is None else f"the best plan takes {alone_s:.4g} s"
         lines.append(
@@ -458,7 +458,7 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
 def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:
     """Returns what makes the plan longer than its bound more than all else, and by how many seconds."""
     e = best.estimate
-    parts = {"bubbles": e.fill_s, "sums of gradients": e.sync_s, "gathers of parameters": e.gather_s}
+    parts = {"fill and drain": e.fill_s, "sums of gradients": e.sync_s, "gathers of parameters": e.gather_s}
     if goal.objective != "cost":
         own_s = best.iteration_s - outcome.bound_in_use - sum(parts.values())
         parts["that GPUs stay idle"] = outcome.bound_in_use - outcome.bound
@@ -466,12 +466,13 @@ def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:
     return max(parts.items(), key=lambda part: part[1])
 
 
-def _passed_over_lines(outcome: Outcome, best: Found) -> list[str]:
-    """Returns which plan would have been faster, and why it was not taken."""
+def _passed_over_lines(outcome: Outcome, best: Found, in_usd: bool) -> list[str]:
+    """Returns which plan would have been faster, or cheaper, and why it was not taken."""
     other, lines = outcome.passed_over, []
 
     def passed_over(seconds: float) -> str:
-        return f"a plan of {seconds:.4g} s ({100 * (1 - seconds / best.iteration_s):.1f} % shorter) was passed over"
+        share, shown = 1 - seconds / best.iteration_s, f"a {'cheaper ' if in_usd else ''}plan of {seconds:.4g} s"
+        return f"{shown} ({100 * abs(share):.1f} % {'shorter' if share >= 0 else 'longer'}) was passed over"
 
     if other is not None and other.plan:
         lines.append(f"{passed_over(other.iteration_s)}, because it is less regular: {other.plan}")
