@@ -296,7 +296,7 @@ class Controller:
     def _hear_beat(self, beat: Any, now_s: float) -> None:
         number, identity = int(beat["process"]), str(beat.get("identity", ""))
         member = self._members.get(number)
-        if member is None and number not in self._gone:  # of whom a controller did not know that is no more
+        if member is None and number not in self._gone:  # it came under an earlier controller
             self._welcome(beat)
             member = self._members.get(number)
         if member is None or beat["beats"] == member.beats or member.identity not in ("", identity):

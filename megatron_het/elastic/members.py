@@ -314,7 +314,7 @@ class Failures:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next try: what is short for a moment, as memory, is there again."""
+        """How long to wait before the next try: a shortage, of memory for example, may have passed by then."""
         return _FIRST_PAUSE_S * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def note(self, reached: int, dead: int, errors: Collection[str]) -> None:
@@ -324,7 +324,7 @@ class Failures:
             dead: How many of its ranks were lost.
             errors: What the others say.
         """
-        # What fails again at the same place, without a death, does so whatever was done in between.
+        # A failure at the same iteration without a death counts as repeated, whatever was done in between.
         self._repeated = self._repeated + 1 if not dead and reached <= self._at else 0
         self._in_a_row, self._at = self._in_a_row + 1, max(reached, self._at)
         most = max(self._in_a_row, self._repeated)

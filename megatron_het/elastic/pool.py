@@ -98,7 +98,7 @@ class NoPlanError(RuntimeError):
 
 
 class Planner:
-    """Makes plans.  Whoever learns nothing and makes nothing ahead says what its plans are, and which one is better."""
+    """Makes plans.  Subclasses give ``plan`` and ``is_better``; the other methods do nothing unless they are given."""
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """A plan for a pool, and the process of each of its ranks; raises NoPlanError if there is none."""

@@ -133,7 +133,7 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
 
 
 def _beyond_tp_groups(plan: Plan) -> str:
-    """Whether expert groups are no TP groups, in words; empty if all are."""
+    """Returns why expert groups are not TP groups, in words; empty if they are."""
     found = next((r.cut for stage in plan.stages for r in stage.replicas if not r.cut.divides_alike), None)
     return f"experts are divided over other ranks than a replica's TP group ({found})" if found else ""
 
@@ -235,7 +235,7 @@ def balancing_of(args: Any) -> list[str]:
 
 
 def _unequal(plan: Plan) -> str:
-    """Whether microbatches differ, in words; empty if they do not."""
+    """Returns how microbatches differ, in words; empty if they do not."""
     sizes = sorted(set(plan.training.micro_batch_sizes))
     return f"microbatches have {sizes} sequences" if len(sizes) > 1 else ""
 

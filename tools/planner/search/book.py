@@ -35,7 +35,7 @@ DOUBTFUL = 0.125  # stages that lack memory for no more than this share of the l
 
 
 class _Stage(NamedTuple):
-    """Holds what a stage is taken for."""
+    """A stage's rates and costs for the sketch."""
 
     layer_s: float  # all microbatches through one layer, on the replica that takes longest
     ends: float  # embedding and head, as so many layers

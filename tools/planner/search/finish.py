@@ -153,7 +153,7 @@ Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 """Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
 COMPILED = 8  # so many operations of 1F1B, whose loops are compiled, take the time of one of other schedules
 BUILT = 4  # one of a program that is built counts as so many: it takes longer, but differs by more
-ALIKE = 0.001  # of finalists that look so nearly as fast that comes first whose pools take turns least
+ALIKE = 0.001  # finalists within this share count as equal; the one whose kinds of GPU alternate least comes first
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
@@ -186,9 +186,9 @@ def finish(
     """Simulate the finalists of every schedule, and order them.
 
     One schedule comes after the other, with whole vocabularies and with split ones, and is judged by what its own
-    simulations have shown.  Of the others no more is asked than whether a finalist certainly takes longer than a plan
-    of an earlier one, or can hardly come near it.  So what is found of a schedule hardly depends on what else may be
-    chosen.
+    simulations have shown.  A finalist is left out if it certainly takes longer than a plan of an earlier schedule, or
+    can hardly come near it; nothing else of those plans is used.  So what is found of a schedule hardly depends on
+    what else may be chosen.
 
     Args:
         place: Puts a candidate into the real zones.

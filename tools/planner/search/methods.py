@@ -1,4 +1,4 @@
-"""Searches by name."""
+"""Searches by name; regular plans, and changes of finalists that suit long sequences, vocabularies and experts."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
