@@ -19,7 +19,7 @@ from tools.planner.cli.commands import larger_micro_batches
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layer import MEGATRON_HET
+from tools.planner.costs.layer import DENSE, MEGATRON_HET, SLICED
 from tools.planner.costs.layercost import CatalogCosts, interpolated
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import block_s, simulate_candidate
@@ -397,3 +397,9 @@ def test_kinds_do_not_take_turns_for_nothing(longer: float, chosen: int) -> None
         assert "a plan of 10 s (0.8 % shorter) was passed over" in bound_lines(outcome, Goal())[-1]
         slower = Outcome("auto", [replace(outcome.best, simulated_s=8.0)], passed_over=outcome.passed_over)
         assert "a cheaper plan of 10 s (25.0 % longer) was passed over" in bound_lines(slower, Goal("cost"))[-1]
+
+
+def test_figures_of_slices_are_less_certain() -> None:
+    estimator = estimator_of(Cluster(nodes=(NodeGroup(gpu="H200", count=1, gpus_per_node=2),)), MODEL)
+    plain = Candidate((Stage(12, (Group(0, 1, 2),)),), 1, "full")
+    assert estimator.uncertainty(plain) == DENSE and estimator.uncertainty(plain.with_(slices=4)) == SLICED

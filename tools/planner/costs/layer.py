@@ -255,6 +255,7 @@ class Uncertainty(NamedTuple):
 
 PROFILED = Uncertainty(0.05, 14, "runs with a profile")  # from a profile of the same model and GPUs
 DENSE = Uncertainty(0.06, 88, "runs of dense models")  # catalog, dense models
+SLICED = Uncertainty(0.09, 3, "runs in slices")  # catalog, sequences in slices
 EXPERTS = Uncertainty(0.27, 26, "runs with experts")  # catalog, mixture of experts
 OTHER_GPU = Uncertainty(0.25, 11, "sets of layer times")
 """Catalog, GPUs, precisions or layers of which no runs are published, and layers without Transformer Engine."""

@@ -161,8 +161,7 @@ HOPEFUL = 0.85  # the first finalists of a schedule are simulated if this share 
 UNKNOWN = 0.97  # simulation over closed form that may be hoped for in a class that nothing is known of
 MET = 4  # simulations of a schedule after which a new class is taken to be no better than the best of the others
 UNEVEN = 1.1
-"""The same of large plans where stages of other schedules than 1F1B divide the microbatches in different ways: their
-closed form is far too hopeful."""
+"""The same of large plans, not of 1F1B, whose stages divide microbatches differently: closed forms are too hopeful."""
 ORDER_WINDOW = 0.03  # other orders are tried for plans within this share of the best (they gain less)
 SMALL = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if

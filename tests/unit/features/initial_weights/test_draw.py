@@ -58,7 +58,8 @@ def test_threads_draw_the_same_values(monkeypatch: pytest.MonkeyPatch):
         fill(target, draw, "layer.weight", 7, full_size=ROWS, dim=0, segments=[Segment(0, 0, ROWS)])
         return target
 
-    monkeypatch.setattr(runtime, "_threads", lambda: 3)
+    monkeypatch.setattr(runtime.os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     of_torch = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)
     assert runtime._takes_generator(of_torch) and not runtime._takes_generator(normal)
     assert torch.equal(drawn(of_torch), drawn(normal))
