@@ -87,7 +87,7 @@ def regular_plans(estimator: Estimator) -> Iterator[Candidate]:
         if model.global_batch_size % batch or sum(g.count for g in stages[0]) * batch > model.global_batch_size:
             continue
         plain = Candidate((), batch, recompute, zero_stage=zero)
-        for ep, split in product(_expert_parallel(estimator, stages), (False, True)):
+        for (ep, is_shared), split in product(_expert_parallel(estimator, stages), (False, True)):
             if split and (len(stages) == 1 or model.mtp_num_layers):
                 continue
             layers = _layers(estimator, stages, plain, split)
@@ -96,7 +96,8 @@ def regular_plans(estimator: Estimator) -> Iterator[Candidate]:
             part = 1 / len(stages)
             rows = ((part, 0.0 if model.tied_embeddings else part),) * len(stages) if split else ()
             made = tuple(Stage(n, groups) for n, groups in zip(layers, stages))
-            yield from _scheduled(estimator, plain.with_(stages=made, ep=ep, rows=rows))
+            one = plain.with_(stages=made, ep=1 if is_shared else ep, rows=rows)
+            yield from _scheduled(estimator, one.over_replicas(ep) if is_shared else one)
 
 
 def _scheduled(estimator: Estimator, plain: Candidate) -> Iterator[Candidate]:
@@ -148,10 +149,13 @@ def _widths(most: int) -> list[int]:
     return [n for n in range(1, most + 1) if n & (n - 1) == 0 or (n % 3 == 0 and (n // 3) & (n // 3 - 1) == 0)]
 
 
-def _expert_parallel(estimator: Estimator, stages: Stages) -> tuple[int, ...]:
-    """Experts cut, and whole ones as far as there are ranks."""
+def _expert_parallel(estimator: Estimator, stages: Stages) -> list[tuple[int, bool]]:
+    """Experts cut; whole ones as far as there are TP ranks; over replicas (True), as stock Megatron divides them."""
     x, most = estimator.model.experts, max(g.tp for groups in stages for g in groups)
-    return (1,) if x is None or most == 1 else (1, gcd(x.count, most))
+    if x is None:
+        return [(1, False)]
+    ranks, size = min(sum(g.tp * g.count for g in groups) for groups in stages), gcd(x.count, SIZES[-1])
+    return [(1, False), *[(gcd(x.count, most), False)] * (most > 1), *[(size, True)] * (most < size <= ranks)]
 
 
 def _layers(estimator: Estimator, stages: Stages, like: Candidate, split: bool) -> list[int] | None:
