@@ -162,9 +162,9 @@ class CatalogCosts:
         self._layer = cache(self._layer_times)
         self._of_kind: dict[str, CatalogCosts] = {}
 
-    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+    def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
         """Returns how far published runs of such plans were from their predictions."""
-        return catalog_uncertainty(self.model, gpus, fitted=self.runtime.fused)
+        return catalog_uncertainty(self.model, gpus, sliced, fitted=self.runtime.fused)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """Powers of two that divide heads, groups and widths."""

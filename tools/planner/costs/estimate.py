@@ -22,7 +22,7 @@ from .candidate import (
     divided_alike,
     rank_parameters,
 )
-from .layer import PROFILED, SLICED, Uncertainty
+from .layer import Uncertainty
 from .operating import OperatingPoints
 from .schedules import schedule_of
 from .stages import remember_memory, stages_of
@@ -244,5 +244,4 @@ class Estimator(OperatingPoints):
 
     def uncertainty(self, candidate: Candidate) -> Uncertainty:
         """Expected relative error of a candidate's time, as published runs of such plans show."""
-        found = self.costs.uncertainty_of({self.cluster.nodes[pool].gpu for pool in candidate.gpus()})
-        return max(found, SLICED) if candidate.slices > 1 and found is not PROFILED else found
+        return self.costs.uncertainty_of({self.cluster.nodes[p].gpu for p in candidate.gpus()}, candidate.slices > 1)

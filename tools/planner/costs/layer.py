@@ -263,14 +263,15 @@ COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB
 """GPUs with published runs, and their variants with another memory."""
 
 
-def catalog_uncertainty(model: Model, gpus: Collection[str], fitted: bool = True) -> Uncertainty:
+def catalog_uncertainty(model: Model, gpus: Collection[str], sliced: bool = False, fitted: bool = True) -> Uncertainty:
     """Relative error of times that was seen for plans of this kind.
 
     Args:
         gpus: Kinds in use.
+        sliced: Whether sequences run in slices.
         fitted: Whether the runtime's kernels are those of published runs.
     """
-    found = DENSE if model.experts is None else EXPERTS
+    found = EXPERTS if model.experts is not None else SLICED if sliced else DENSE
     has_runs = model.precision in ("bf16", "fp16") and not (model.fp4 or model.mamba or model.delta_net)
     return found if fitted and has_runs and COMPARED_GPUS.issuperset(gpus) else max(found, OTHER_GPU)
 
@@ -353,7 +354,7 @@ GRANULARITIES = ("none", "selective", "full")  # of recomputation; others name o
 class LayerCosts(Protocol):
     """Where the cost model gets the figures of single layers."""
 
-    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+    def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
         """Expected relative error of times on these kinds of GPU, for reports."""
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:

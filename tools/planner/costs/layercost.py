@@ -241,7 +241,7 @@ class MeasuredCosts:
         self.cost = cache(self.cost)  # type: ignore[method-assign]
         self._update_rate = cache(self._update_per_parameter)
 
-    def uncertainty_of(self, gpus: Collection[str]) -> Uncertainty:
+    def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
         """Returns the error of predictions from profiles, with whole families of published runs left out."""
         return PROFILED
 
