@@ -91,9 +91,9 @@ PARTS = (
     Part("elastic", _cases("elastic"), 120, _NONE_FAILED),
     Part("parity-te", _cases("trainings", "--te"), 200, _NONE_FAILED),
     Part("doctor", _cases("doctor"), 120, _NONE_FAILED),
+    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
     Part("auto-batch", _cases("auto_batch"), 90, _NONE_FAILED),
     Part("checkpoint", _cases("checkpoint"), 80, _NONE_FAILED),
-    Part("parity-fp8", _cases("trainings", "--fp8"), 150, _NONE_FAILED),
     Part("checkpoint-te", _cases("checkpoint", "--te"), 80, _NONE_FAILED),
     Part("cuda-graphs", _cases("trainings", "--cuda-graphs"), 90, _NONE_FAILED),
     Part(
@@ -127,17 +127,18 @@ PARTS = (
             *("-m", "benchmarks.gpu.slice_attention", "--json", "{json}"),
             *("--tokens", "32768", "65536", "--slices", "8", "16", "--repeats", "3"),
         ),
-        50,
+        40,
         judged_by("least_margin", least=0.0),
         is_timed=True,
     ),
     Part(
         "offload",
         _cases("offload", "--rounds", "1", "--iterations", "6"),
-        110,
+        95,
         judged_by("max_slowdown", most=0.03),
         is_timed=True,
     ),
+    Part("longest", _cases("timings", "--longest"), 35, judged_by("longest_tokens", least=131072), is_timed=True),
 )
 
 

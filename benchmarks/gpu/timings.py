@@ -3,8 +3,8 @@
 ``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is
 installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 tokens (``executor_ratio``); one
 sequence of 32,768 tokens is trained by stock Megatron and in 8 and 16 slices (``slices_8_at_32k``,
-``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens follow, with full recomputation.  The
-planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
+``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens are trained in their place, with full
+recomputation (``longest_tokens``: what ran).  The planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
 (``profile_error``).  Trainings run one at a time, forked from a process that has loaded all libraries.  The file is
 written after every training.  ``--small`` takes a tiny model and works on a CPU as well.
 """
@@ -72,10 +72,10 @@ TRAININGS = (
     Training("4k-stock-again", 4096, 8, 7),
 )
 LONGEST = (
-    Training("128k-stock", 131072, 1, 3, layers=2, recompute=True),
     Training("128k-slices-16", 131072, 1, 3, "slimpipe", 16, layers=2, recompute=True),
-    Training("256k-stock", 262144, 1, 3, layers=2, recompute=True),
+    Training("128k-stock", 131072, 1, 3, layers=2, recompute=True),
     Training("256k-slices-16", 262144, 1, 3, "slimpipe", 16, layers=2, recompute=True),
+    Training("256k-stock", 262144, 1, 3, layers=2, recompute=True),
 )
 
 
@@ -248,12 +248,11 @@ def figures(runs: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mappin
         for source, of in expected.items()
     }
     worst = {f"{source}_error": max(map(abs, found.values())) for source, found in errors.items() if found}
-    lengths = [name for name in (t.name for t in LONGEST) if "iteration_s" in runs.get(name, {})]
     return {
         "executor_ratio": ratio(seconds("4k-plan", "4k-plan-again"), seconds("4k-stock", "4k-stock-again")),
         "slices_8_at_32k": ratio(seconds("32k-slices-8"), stock),
         "slices_16_at_32k": ratio(seconds("32k-slices-16"), stock),
-        "longest": lengths,
+        "longest_tokens": max((t.tokens for t in LONGEST if "iteration_s" in runs.get(t.name, {})), default=0),
         "errors": errors,
         **worst,
     }
@@ -263,7 +262,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Command line; exit code 1 where a training failed."""
     parser = command_line("benchmarks.gpu.timings", __doc__)
     parser.add_argument("--profile", action="store_true", help="profile the GPU too, and predict from the profile")
-    parser.add_argument("--longest", action="store_true", help="look for the longest sequence too")
+    parser.add_argument("--longest", action="store_true", help="train 128k and 256k tokens in place of these")
     parser.add_argument("--limit-s", type=amount(1, 3600), default=240.0, help="of all (default: %(default)g)")
     parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU too; its figures mean nothing")
     options = parser.parse_args(words)
@@ -280,8 +279,8 @@ def main(words: Sequence[str] | None = None) -> int:
     device, precision = named.name if named else "here", "bf16" if is_cuda else "fp32"
     memory = torch.cuda.get_device_properties(0).total_memory if is_cuda else 8 << 30
     width = SMALL if options.small else Width()
-    chosen = [*TRAININGS, *(LONGEST if options.longest else ())]
-    chosen = [tiny(training) for training in chosen] if options.small else chosen
+    chosen = LONGEST if options.longest else TRAININGS
+    chosen = tuple(map(tiny, chosen)) if options.small else chosen
     folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
     files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
     kept: dict[str, Any] = {"bars": BARS, "kind": device, "machine": machine(), "predicted_s": {}}
