@@ -4,9 +4,10 @@
 installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 tokens (``executor_ratio``); one
 sequence of 32,768 tokens is trained by stock Megatron and in 8 and 16 slices (``slices_8_at_32k``,
 ``slices_16_at_32k``).  With ``--longest``, sequences of 128k and 256k tokens are trained in their place, with full
-recomputation (``longest_tokens``: what ran).  The planner predicts the same runs from its catalog (``catalog_error``) and, with ``--profile``, from a profile of this GPU
-(``profile_error``).  Trainings run one at a time, forked from a process that has loaded all libraries.  The file is
-written after every training.  ``--small`` takes a tiny model and works on a CPU as well.
+recomputation (``longest_tokens``: what ran).  The planner predicts the same runs from its catalog (``catalog_error``)
+and, with ``--profile``, from a profile of this GPU (``profile_error``).  Trainings run one at a time, forked from a
+process that has loaded all libraries.  The file is written after every training.  ``--small`` takes a tiny model and
+works on a CPU as well.
 """
 
 import contextlib
