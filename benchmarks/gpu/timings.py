@@ -280,7 +280,7 @@ def main(words: Sequence[str] | None = None) -> int:
     device, precision = named.name if named else "here", "bf16" if is_cuda else "fp32"
     memory = torch.cuda.get_device_properties(0).total_memory if is_cuda else 8 << 30
     width = SMALL if options.small else Width()
-    chosen = LONGEST if options.longest else TRAININGS
+    chosen: Sequence[Training] = LONGEST if options.longest else TRAININGS
     chosen = tuple(map(tiny, chosen)) if options.small else chosen
     folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
     files = {t.name: documents(t, width, device, precision, memory) for t in chosen}

@@ -47,6 +47,7 @@ _FEATURES: tuple[tuple[Feature, ...], ...] = (
     (("window", "ZeRO-3"),),
     (("tp", "by stage"), ("sequence_parallel", True)),
     (("overlap", "gradients and parameters"),),
+    (("schedule", "zb-h1"), ("overlap", "gradients and parameters")),
 )
 _LEAST = 0.01
 """Relative difference between gradients in fp8 and in bf16: a value in fp8 has 3 bits behind the first one."""

@@ -57,3 +57,14 @@ def test_the_comparison_can_fail(lab: Lab) -> None:
     case = replace(CASES[0], name="lost-weight-gradients")
     found = lab.differences(case, observe="tests.functional.break_zero_bubble:lose_weight_gradients")
     assert found.gradient > 100 * BAR and found.loss > 3 * BAR, found
+
+
+@pytest.mark.parametrize("layers", ["fused", "unfused"])
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.full)])
+def test_reductions_wait_for_layers_of_transformer_engine(schedule: str, layers: str, lab: Lab) -> None:
+    """Gradients of weights are complete with the second half of a backward, also where it has run again."""
+    options: dict[str, Any] = {"overlap": True, **_DIVIDED}
+    case = new_case(f"late-{layers}", [[1, 1], [1]], [2, 2], even_routing=False, recompute="full", **options)
+    case = case if schedule == "zb-h1" else in_a_v(case, schedule)
+    found = lab.differences(case, observe=f"tests.functional.engine_layers:{layers}")
+    assert max(found.loss, found.gradient) <= BAR, found

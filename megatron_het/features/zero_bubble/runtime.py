@@ -1,7 +1,7 @@
 """Backward passes in two halves as a feature of a rank."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,8 @@ class _PutOff:
     entry: Sequence[Any]
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
-        self.store.complete(self.entry)
-        return ()  # nobody waits for them: overlapped reductions are refused with these layers
+        """Let the layer compute it; all parameters of the layer, whose gradients are complete now."""
+        return self.store.complete(self.entry)
 
 
 class LayerStore:
@@ -108,8 +108,8 @@ class LayerStore:
                     bias.grad = torch.zeros_like(bias)
         return found, tensors
 
-    def complete(self, entry: Sequence[Any]) -> None:
-        """Let the layer compute what it has put off.
+    def complete(self, entry: Sequence[Any]) -> tuple[torch.nn.Parameter, ...]:
+        """Let the layer compute what it has put off; returns the layer's parameters.
 
         The layer adds to ``main_grad`` by itself where it fuses that.  Otherwise it sets ``grad``, which may hold
         gradients of other passes.
@@ -126,6 +126,7 @@ class LayerStore:
             found, weight.grad = weight.grad, earlier
             if found is not None:
                 _add(weight, found)
+        return weights
 
 
 _Half = _Product | _PutOff  # the second half of a layer's backward
@@ -199,6 +200,25 @@ def _add(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         weight.grad = gradient
     else:
         weight.grad.add_(gradient)
+
+
+@contextlib.contextmanager
+def _late(ddp: Any, parameters: Set[torch.nn.Parameter]) -> Iterator[None]:
+    """Hide parameters from DDP's hooks, which would take them for complete after the first half of a backward.
+
+    What has come with the first half (of norms inside of a layer) is added here, as the hooks would do.
+    """
+    groups = ddp.param_to_bucket_group
+    hidden = groups.keys() & parameters
+    ddp.param_to_bucket_group = {p: group for p, group in groups.items() if p not in hidden}
+    try:
+        yield
+    finally:
+        ddp.param_to_bucket_group = groups
+    for parameter in hidden:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:  # else a fused layer's placeholder
+            _add(parameter, parameter.grad)
+        parameter.grad = None
 
 
 class _Linear(torch.autograd.Function):
@@ -321,12 +341,15 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def __init__(self) -> None:
         self._gradients = WeightGradients()
         self._layers: list[torch.nn.Module] = []
+        self._late = set[torch.nn.Parameter]()  # of Transformer Engine's layers
 
     def handlers(self) -> Mapping[Kind, feature.Handler]:
         return {Kind.BACKWARD_WEIGHT: self._backward_weight}
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         self._layers += split_linear_layers(models, self._gradients)
+        engine = [layer for layer in self._layers if hasattr(layer, "wgrad_store")]
+        self._late.update(p for layer in engine for p in layer.parameters(recurse=False) if p.requires_grad)
 
     def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
         """See :class:`RuntimeFeature`; all backwards of these schedules come in two halves."""
@@ -335,14 +358,20 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def around_backward(
         self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
     ) -> feature.Around:
-        if backward.op.kind == Kind.BACKWARD_INPUT:
-            return self._gradients.deferring(backward.op.key)
-        return contextlib.nullcontext()
+        if backward.op.kind != Kind.BACKWARD_INPUT:
+            return contextlib.nullcontext()
+        return self._first_half(backward.op.key, call.models[backward.op.chunk] if self._late else None)
+
+    @contextlib.contextmanager
+    def _first_half(self, key: Key, model: Any) -> Iterator[None]:
+        """Around a BACKWARD_INPUT."""
+        late = _late(model, self._late) if _overlaps(model) else contextlib.nullcontext()
+        with late, self._gradients.deferring(key):
+            yield
 
     def _backward_weight(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
         ddp: Any = call.models[op.chunk]
-        config = getattr(ddp, "ddp_config", None)
-        if config is None or not config.overlap_grad_reduce:
+        if not _overlaps(ddp):
             self._gradients.compute(op.key)
             return
         # What DDP's hooks do after an ordinary backward: a bucket is reduced as soon as all of its gradients
@@ -357,7 +386,14 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def close(self) -> None:
         join_linear_layers(self._layers)
         self._layers.clear()
+        self._late.clear()
         self._gradients.clear()
+
+
+def _overlaps(model: Any) -> bool:
+    """Whether DDP reduces gradients while backwards run (``--overlap-grad-reduce``)."""
+    config = getattr(model, "ddp_config", None)
+    return config is not None and config.overlap_grad_reduce
 
 
 def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:

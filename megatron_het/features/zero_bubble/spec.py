@@ -45,18 +45,6 @@ class ZeroBubble(Feature):
         Refusal("use_transformer_engine_op_fuser", "its experts put off gradients of weights, which nobody computes"),
     )
 
-    def check_arguments(self, plan: Plan, options: NoOptions, args: Any) -> None:
-        """The table, and reductions that begin before the layers' second half."""
-        super().check_arguments(plan, options, args)
-        if getattr(args, "transformer_impl", "local") == "transformer_engine" and args.overlap_grad_reduce:
-            raise PlanError(
-                "--overlap-grad-reduce",
-                True,
-                f"schedule {plan.schedule.name} and Transformer Engine's layers: Megatron takes the gradient of a "
-                "weight for complete after the first half of a backward",
-                "Leave it out, or use --transformer-impl local",
-            )
-
     def check_program(self, program: Callable[[], Program], options: NoOptions, args: Any) -> None:
         """Weight gradients fill idle time, and replicas with other work are idle at other times.
 

@@ -15,6 +15,7 @@ from megatron_het.lowering.ranks import RankOp
 from megatron_het.plan import PlanError
 from megatron_het.runtime.feature import BackwardPass
 from megatron_het.schedule.kinds import Kind
+from tests.functional.engine_layers import Multiply, Store
 
 TOKENS, BATCH, INPUT, OUTPUT = 5, 2, 3, 4
 KEY = (1, 0, 0)
@@ -160,42 +161,6 @@ def test_closing_gives_layers_their_own_forward_back(monkeypatch: pytest.MonkeyP
     assert layer._forward_impl() == "own"
 
 
-class _Store:
-    """What Transformer Engine's layers have without delayed gradients."""
-
-    context = None
-
-    def delay_wgrad_compute(self) -> bool:
-        return False
-
-
-class _Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, weight: torch.nn.Parameter, layer: Any) -> torch.Tensor:
-        ctx.save_for_backward(source, weight)
-        ctx.layer, ctx.store = layer, layer.wgrad_store  # as Transformer Engine does
-        if layer.asks_first and not ctx.store.delay_wgrad_compute():
-            ctx.store = None
-        return source @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        source, weight = ctx.saved_tensors
-        fused = ctx.layer.fuse_wgrad_accumulation
-
-        def second(source: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            found = grad.flatten(0, 1).t() @ source.flatten(0, 1)
-            of_bias = [torch.empty(0)] if ctx.layer.grouped else None  # it is added outside of the layer
-            return weight.main_grad.add_(found) if fused else found, of_bias
-
-        found = None
-        if ctx.store is not None and ctx.store.delay_wgrad_compute():
-            ctx.store.put([source, grad], second)
-        else:
-            found, _ = second(source, grad)
-        return grad @ weight, None if fused else found, None
-
-
 class _EngineLinear(torch.nn.Module):
     """Stands in for ``transformer_engine.pytorch.Linear`` and for its grouped relative."""
 
@@ -204,10 +169,10 @@ class _EngineLinear(torch.nn.Module):
         self.weight, self.fuse_wgrad_accumulation, self.grouped = weight, fused, grouped
         self.asks_first = asks_first  # whether the forward asks too, as from release 2.16 on
         self.bias = torch.nn.Parameter(weight.detach()[:, 0].clone())
-        self.wgrad_store: Any = _Store()
+        self.wgrad_store: Any = Store()
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        return _Function.apply(source, self.weight, self)
+        return Multiply.apply(source, self.weight, self)
 
     def backward_dw(self) -> None:
         if not self.wgrad_store.delay_wgrad_compute():
@@ -281,8 +246,7 @@ def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, N
     ("given", "message"),
     [
         ({}, None),
-        ({"transformer_impl": "local", "overlap_grad_reduce": True}, None),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce = True: schedule zb-h1 and Transformer Eng.*first half"),
+        ({"overlap_grad_reduce": True}, None),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap = True.*both gradients at once"),
         ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser = True.*nobody computes"),
     ],
