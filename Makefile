@@ -78,10 +78,11 @@ requirements: $(STAMP) ## Write digests and the list of packages anew, after a c
 audit: ## Look up known vulnerabilities of the pinned packages (needs pip-audit and the network)
 	pip-audit --disable-pip --require-hashes --requirement requirements/hashes.txt
 
-lint: $(STAMP) ## Check format, style and types
+lint: $(STAMP) ## Check format, style, types and structure
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV_PYTHON) -m pytest -q -k this_tree tests/unit/benchmarks/test_structure.py
 
 clean: ## Remove the environment, caches and build outputs; runs/ stays
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -3,6 +3,7 @@
 import collections
 import os
 import random
+import re
 import stat
 from collections.abc import Iterator
 from ctypes import c_double, c_int32
@@ -11,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_het.schedule import Costs, Link, Program, Shape, add_transfers, generate
-from megatron_het.schedule.generators.listing import ORDERS
-from megatron_het.schedule.generators.one_f_one_b import fast_merge
+from megatron_het.schedule.generators.listing import ORDERS, Speeds, require_all
+from megatron_het.schedule.generators.one_f_one_b import merged
 from megatron_het.schedule.simulate import simulate
 from testing.planner_cases import estimator_of, random_pool
 from tools.planner.costs import plain
@@ -72,16 +73,23 @@ def some_costs(rng: random.Random, shape: Shape) -> Costs:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_merge_is_that_of_python(built, order):
-    rng, different = random.Random(ORDERS.index(order)), 0
-    for _ in range(200):
+    rng, different, stuck = random.Random(ORDERS.index(order)), 0, 0
+    for _ in range(400):
         shape = some_shape(rng)
         limits = [rng.randint(1, 6) for _ in shape.devices]
-        times = [[rng.choice((1.0, 1.5, rng.random())) for _ in shape.devices] for _ in range(2)]
-        mine = plain._Layout(built, shape).merge(shape, limits, *times, order)
-        theirs = fast_merge(shape, limits, *times, order)
+        times = Speeds(*[tuple((rng.choice((1.0, 1.5, rng.random())),) for _ in shape.devices) for _ in range(2)])
+        mine = plain._Layout(built, shape).merge(shape, limits, times, order)
+        try:
+            theirs = merged(shape, limits, times, order)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                require_all(shape, mine, [2 * len(shape.microbatches_of(d)) for d in range(len(mine))], limits, order)
+            stuck += 1
+            continue
         assert [list(map(bool, way)) for way in mine] == theirs
         different += any(len(set(way)) > 1 and way != sorted(way) for way in theirs)
     assert different > 50  # not all of them are plain
+    assert (stuck > 5) == (order == "alternating")
 
 
 def python_s(monkeypatch: pytest.MonkeyPatch, shape: Shape, program: Program, costs: Costs) -> float:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_het.lowering.programs import Inputs, assemble_compute
 from megatron_het.plan import Plan, PlanError
 from megatron_het.schedule.cost import Costs, Link
-from megatron_het.schedule.generators.listing import ORDERS, Part, parts_of
+from megatron_het.schedule.generators.listing import ORDERS, Part, Speeds, parts_of
 from megatron_het.schedule.generators.one_f_one_b import Ways, ways
 from megatron_het.schedule.ir import Kind, Op, Shape
 
@@ -444,7 +444,7 @@ class _Part:
         self._device = np.repeat(np.arange(len(part.devices)), 2 * np.diff(self._layout.at))
 
     def seconds(self, parameters: Mapping[str, Any]) -> float:
-        orders = ways(self._shape, self._speeds, merge=self._layout.merge, **parameters)
+        orders = ways(self._shape, self._speeds, decide=self._layout.merge, **parameters)
         back = np.frombuffer(b"".join(map(bytes, orders)), dtype=np.uint8).astype(np.int64)
         microbatch = np.empty_like(back)
         microbatch[back == 0] = microbatch[back == 1] = self._mine  # both kinds run in ascending order
@@ -471,14 +471,12 @@ class _Layout:
             _ints(self.at),
         )
 
-    def merge(
-        self, shape: Shape, limits: Sequence[int], forward_s: Sequence[float], backward_s: Sequence[float], order: str
-    ) -> Ways:
-        """Returns what ``fast_merge`` says."""
+    def merge(self, shape: Shape, limits: Sequence[int], times: Speeds, order: str) -> Ways:
+        """Returns what ``one_f_one_b.merged`` says; shorter than a device's work where it would wait forever."""
         out, done = (c_uint8 * (2 * self.at[-1]))(), (c_int32 * len(limits))()
         # Nobody has more in flight than there are microbatches.
         most = [min(n, shape.microbatches) for n in limits]
-        passes = _doubles(forward_s), _doubles(backward_s)
+        passes = [_doubles(list(chain.from_iterable(rows))) for rows in (times.forward_s, times.backward_s)]
         if self._compiled.het_merge(*self.arguments, _ints(most), *passes, ORDERS.index(order), out, done):
             raise MemoryError
         found = bytes(out)
