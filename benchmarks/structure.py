@@ -125,8 +125,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 72_400,
-    "all_lines": 136_760,
+    "product_lines": 72_320,
+    "all_lines": 136_730,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_170,
