@@ -147,7 +147,8 @@ def flags_page() -> str:
 
 def _groups(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
     """A table for each group of options; without ``heading`` one for all of them."""
-    found = [(g.title or "", [a for a in g._group_actions if _is_shown(a)]) for g in parser._action_groups]
+    hidden = {a for a in parser._actions if a.help is argparse.SUPPRESS or "--help" in a.option_strings}
+    found = [(g.title or "", [a for a in g._group_actions if a not in hidden]) for g in parser._action_groups]
     if not heading:
         found = [("", [action for _, actions in found for action in actions])]
     for title, actions in found:
@@ -158,23 +159,16 @@ def _groups(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
             yield from (_row(action) for action in actions)
 
 
-def _is_shown(action: argparse.Action) -> bool:
-    return action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
-
-
 def _row(action: argparse.Action) -> str:
     """One option, as a row of a table."""
     formatter = argparse.HelpFormatter("")
     names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     value = ""
     if action.option_strings and action.nargs != 0:
-        value = " " + formatter._format_args(action, _metavar(action))
+        metavar = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        value = " " + formatter._format_args(action, metavar)
     text = formatter._expand_help(action) if action.help else ""
     return f"| `{_cell(names + value)}` | {_cell(text).replace('<', '&lt;')} |\n"
-
-
-def _metavar(action: argparse.Action) -> str:
-    return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
 
 
 def _cell(text: str) -> str:

@@ -407,10 +407,6 @@ def _to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
-
-
 def _pinned_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
     host_wait(_PINNING)
     return self
@@ -424,7 +420,7 @@ def _tensor_placement() -> None:
         setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
     for owner in (Tensor, torch.nn.Module):
         owner.to = _to_cpu(owner.to)
-        owner.cuda = _itself
+        owner.cuda = lambda self, *args, **kwargs: self
     Tensor.pin_memory = _pinned_itself
     torch.nn.Module.to_empty = _on_cpu(torch.nn.Module.to_empty)
 

@@ -71,7 +71,8 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
     turn = _CREATED.setdefault(world, Counter())[name]
     _CREATED[world][name] += 1
     try:
-        with _named(f"{name}/{turn}"), _not_split_from(world):
+        # No split of the world's communicator, which all ranks of the world would have to take part in.
+        with _named(f"{name}/{turn}"), replaced(world, bound_device_id=None):
             group = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
             )
@@ -106,11 +107,6 @@ def _named(name: str) -> Iterator[None]:
     """Groups that are created inside have this name."""
     with _NAMING, replaced(distributed_c10d, _process_group_name=lambda *_, **__: name):
         yield
-
-
-def _not_split_from(world: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """No split of the world's communicator, which all ranks of the world would have to take part in."""
-    return contextlib.nullcontext() if world.bound_device_id is None else replaced(world, bound_device_id=None)
 
 
 # Groups of two ranks, for transfers: who shares one, and in which order they are created.

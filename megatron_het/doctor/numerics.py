@@ -318,8 +318,10 @@ def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dic
 
 def _failure(name: str, code: int | None, folder: Path) -> str:
     """Returns what ended a run, with the end of its log."""
-    lines = [line.strip() for line in (folder / f"{name}.log").read_text(errors="replace").splitlines() if line.strip()]
-    words = "is slow or stuck, not done in time" if code is None else f"ended with exit code {code}"
+    said = [line.strip() for line in (folder / f"{name}.log").read_text(errors="replace").splitlines()]
+    lines = [line for line in said if line and not line.startswith(("WARNING", "het: plan "))]  # which give no reason
+    slow = "is slow or stuck, not done in time (a larger --limit-s gives it more)"
+    words = slow if code is None else f"ended with exit code {code}"
     told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line]
     return f"the tiny training {words}: {(told or lines or ['it wrote nothing'])[-1]}"
 

@@ -137,8 +137,11 @@ def _run(words: Sequence[str]) -> int:
     if own and not own[0].startswith("-"):
         raise UsageError(f"{shown(own[0])} is no command; {', '.join(COMMANDS)} are")
     flags = given or []
-    options = parser_of().parse_args(own)
+    parser = parser_of()
+    options = parser.parse_args(own)
     host, port = _address(options.controller)
+    if options.start_controller and options.controller_only:
+        raise UsageError("--start-controller runs workers here, and --controller-only none: give one of them")
     controls = options.start_controller or options.controller_only
     _check_options(options)
     if not options.controller_only:
@@ -150,10 +153,13 @@ def _run(words: Sequence[str]) -> int:
     if options.controller_only:
         assert planner is not None
         return _control(options, host, port, token, planner)
+    idle = [] if controls else _given(parser, options, "controller")
+    if idle:
+        _say(f"{', '.join(idle)}: without effect here, give them to the node with --start-controller")
     helper = None
     if options.start_controller:
         command = [sys.executable, "-m", "megatron_het.elastic", *own, "--controller-only"]
-        helper = subprocess.Popen([word for word in command if word != "--start-controller"])
+        helper = subprocess.Popen([word for word in command if not word.startswith("--start-c")])
     try:
         return _serve_node(options, host, port, token, flags, helper)
     finally:
@@ -162,6 +168,12 @@ def _run(words: Sequence[str]) -> int:
                 helper.wait(timeout=20.0)
             except subprocess.TimeoutExpired:
                 helper.terminate()
+
+
+def _given(parser: argparse.ArgumentParser, options: Any, title: str) -> list[str]:
+    """Options of a group of the parser that were given a value other than the default."""
+    group = next(group for group in parser._action_groups if group.title == title)
+    return [a.option_strings[0] for a in group._group_actions if getattr(options, a.dest) != a.default]
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:

@@ -492,9 +492,9 @@ class Lessons:
             pool: The processes that there are.
             rates: At which state moves.
         """
-        self._generation, self._last = generation.number, int(message["last"])
         cost_s = change_s(history, generation.plan, LEAVE, rates)  # with nobody new
-        self._planner.learn(pool, generation.plan, dict(message["measured"]), cost_s)
+        if self._planner.learn(pool, generation.plan, dict(message["measured"]), cost_s):
+            self._generation, self._last = generation.number, int(message["last"])
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
         """Why to change now; empty if there is no reason.  The slow devices among all workers get their own kinds."""

@@ -121,14 +121,15 @@ class Planner:
     def renew(self) -> None:
         """Forget the plans that were made: what they were made from has changed."""
 
-    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        """Begin to search a better plan for what a run measured; returns at once.
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
+        """Begin to search a better plan for what a run measured; returns at once, and whether it has begun.
 
         Args:
             pool: The processes that there are.
             measured: What its watch has summed up.
             change_s: Seconds that a change of the plan takes.
         """
+        return False
 
     def learned(self) -> Learned | None:
         """Returns what the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
@@ -195,8 +196,8 @@ class GivenPlans(Planner):
         """See :class:`Planner`; the list stays."""
         self._other.renew()
 
-    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
-        self._other.learn(pool, plan, measured, change_s)
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
+        return self._other.learn(pool, plan, measured, change_s)
 
     def learned(self) -> Learned | None:
         return self._other.learned()

@@ -208,19 +208,20 @@ class SearchedPlans(Planner):
                 return NoPlanError(f"the plan that the planner found was refused: {why}")
         return answer
 
-    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> None:
+    def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
         """See :class:`Planner`; one search at a time, others are left out."""
         try:
             document = self._document(pool)
         except NoPlanError:
-            return
+            return False
         with self._changed:
             if self._learns:
-                return
+                return False
             self._learns, self._learned = True, None
         threading.Thread(
             target=self._learn, args=(document, plan, measured, change_s), name="better plan", daemon=True
         ).start()
+        return True
 
     def _learn(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> None:
         found = None

@@ -246,10 +246,12 @@ def fake(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
 def test_a_measuring_process_that_dies_or_hangs_is_an_error_with_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fake(monkeypatch, tmp_path, "print('last words', flush=True); os._exit(9)")
-    with MeasuringProcess(REQUEST, tmp_path, lambda: None, 20.0) as process, pytest.raises(MeasuringError) as caught:
-        process.answer()
-    assert "exit code 9" in str(caught.value) and "last words" in str(caught.value)
+    for words, code, left_out in (("last words", 9, "none"), ("megatron_het: --lr is refused", 2, "a warning")):
+        fake(monkeypatch, tmp_path, f"print('a warning\\n{words}', flush=True); os._exit({code})")
+        with MeasuringProcess(REQUEST, tmp_path, lambda: None, 20.0) as process, pytest.raises(MeasuringError) as found:
+            process.answer()
+        said = str(found.value)
+        assert f"exit code {code}" in said and words in said and left_out not in said
     fake(monkeypatch, tmp_path, "time.sleep(600)")
     start_s = time.monotonic()
     hangs = pytest.raises(MeasuringError, match="no answer after 1 s")

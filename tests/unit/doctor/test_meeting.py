@@ -301,7 +301,8 @@ def test_difference():
 
 def test_what_is_slow_is_not_said_to_hang(tmp_path: Path) -> None:
     """Its reason is the last line that matters, not an earlier one."""
-    log = "ValueError: first\nhet: waiting for rank 3\nlast words\n"
-    (tmp_path / "plan.log").write_text(log, encoding="utf-8")
-    text = _failure("plan", None, tmp_path)
-    assert text == "the tiny training is slow or stuck, not done in time: het: waiting for rank 3"
+    log, slow = "ValueError: first\nhet: waiting for rank 3\nlast words\n", "is slow or stuck, not done in time"
+    for lines, reason in ((log, "het: waiting for rank 3"), ("first\nWARNING: no log\nhet: plan 3: 1f1b\n", "first")):
+        (tmp_path / "plan.log").write_text(lines, encoding="utf-8")
+        text = _failure("plan", None, tmp_path)
+        assert text == f"the tiny training {slow} (a larger --limit-s gives it more): {reason}"

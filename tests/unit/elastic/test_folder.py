@@ -288,8 +288,10 @@ def test_flags_of_the_training_that_the_controllers_plan_rules_out(
 
 def test_an_unreachable_controller(place: tuple[int, list[str]], capfd: pytest.CaptureFixture[str]):
     port, words = place
-    assert main([*words, "--node", "n1", "--workers", "1", "--timeout-s", "0.2", "--", "--mock-data"]) == 1
-    said = one_error(capfd)
+    words += ["--node", "n1", "--workers", "1", "--timeout-s", "0.2"]
+    assert main([*words, "--lost-s", "9", "--nodes=2", "--", "--mock-data"]) == 1
+    idle, said = (line for line in capfd.readouterr().err.splitlines() if line.startswith("het-run: "))
+    assert idle == "het-run: --nodes, --lost-s: without effect here, give them to the node with --start-controller"
     assert f"127.0.0.1:{port} does not answer" in said and "Start the controller first" in said
 
 

@@ -451,6 +451,7 @@ BAD = {
     "no token": (["--controller", "127.0.0.1:29400", "--", "--lr", "1"], "token"),
     "bound": (["--controller", "127.0.0.1:29400", "--lost-s", "0", "--", "--lr", "1"], "--lost-s"),
     "endless bound": (["--controller", "127.0.0.1:29400", "--timeout-s", "inf", "--", "--lr", "1"], "--timeout-s inf"),
+    "with and without workers": (["--start-controller", "--controller-only", "--plans", "a.json"], "give one of them"),
     "node": (["--controller", "127.0.0.1:29400", "--node", "../a", "--", "--lr", "1"], "--node '../a'"),
     "plans of two trainings": (
         ["--controller", "127.0.0.1:29400", "--controller-only", "--plans", "a.json", "b.json"],

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_het.elastic import worth
+from megatron_het.elastic.job import Generation
+from megatron_het.elastic.members import Lessons, Member
 from megatron_het.elastic.pool import GivenPlans, Learned, NoPlanError, Process, read_better, write_run
 from megatron_het.elastic.searched import SearchedPlans
 from megatron_het.elastic.worth import DEATH, JOIN, LEAVE, Rates, against, change_s, grows_for_s, state_bytes
@@ -225,6 +227,21 @@ def test_what_an_earlier_generation_measured_is_left_out(tmp_path: Path) -> None
     job.board.post({"type": "drift", "generation": 3, "measured": {}, "last": 100})
     job.step(20)
     assert not job.searches.measured
+
+
+def test_what_was_searched_for_an_earlier_generation_is_left_out(tmp_path: Path) -> None:
+    """Its kinds are those of the ranks of that generation; the present one has measured something as well."""
+    job, goes_on = Drifting(tmp_path, learned()), threading.Event()
+    better = job.searches.better
+    job.searches.better = lambda *given: better(*given) if goes_on.wait(WAIT_S) else None  # type: ignore[method-assign]
+    lessons = Lessons(job.plans, job.said.append)
+    for number, ranks in enumerate(((1, 2), (1,))):
+        generation = Generation(number, on(("T4",) * len(ranks)), ranks)
+        pool = [Process(rank, f"n{rank}", "T4") for rank in ranks]
+        lessons.note({"measured": {}, "last": 100}, generation, pool, [], Rates())
+    goes_on.set()
+    until(lambda: not job.plans._learns)
+    assert lessons.reason(generation, {1: Member(pool[0])}) == "" and lessons.corrected is None
 
 
 def test_a_given_plan_gives_way_to_what_was_measured(tmp_path: Path) -> None:
