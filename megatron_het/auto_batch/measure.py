@@ -212,22 +212,18 @@ class Commands:
     """Holds what the parent process asks over a connection, and the answers."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
 
     def next(self) -> dict[str, Any]:
         """The next command; an end of the parent ends measuring."""
         try:
-            return json.loads(self._connection.recv_bytes())
+            return json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             raise _Done from None
 
-    def is_waiting(self) -> bool:
-        """Whether another command has come."""
-        return self._connection.poll()
-
     def answer(self, **values: Any) -> None:
         """Send an answer."""
-        self._connection.send_bytes(json.dumps(values).encode())
+        self.connection.send_bytes(json.dumps(values).encode())
 
 
 class MeasuringSession(HetSession):
@@ -289,7 +285,7 @@ class MeasuringSession(HetSession):
             if enough and not answered:
                 self._commands.answer(seconds=sorted(found))
                 answered = True
-            if answered and self._commands.is_waiting():
+            if answered and self._commands.connection.poll():
                 return
 
     def _step(self, size: int, keywords: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ class ContextExchange:
         assert self._shape is not None
         each = self._shape.heads // self._shape.groups
         rows = op.lo * each, (op.hi - op.lo) * each
-        return pack(*helper.heads_of(tensors, *rows))
+        return pack(*(tensor.narrow(helper.head_dim(tensor), *rows) for tensor in tensors))
 
     # -- operations of the program ---------------------------------------------------------------
 

@@ -81,19 +81,14 @@ class AttentionShape:
         return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
 
 
-def heads_of(tensors: Sequence[Tensor], first: int, count: int) -> list[Tensor]:
-    """Some heads of tensors ``[s, b, heads, d]`` and of log-sum-exps ``[b, heads, s]``."""
-    return [tensor.narrow(_head_dim(tensor), first, count) for tensor in tensors]
-
-
 def joined_heads(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Joins tensors with some heads each to tensors with all of them."""
     if len(parts) == 1:
         return list(parts[0])
-    return [torch.cat(tensors, dim=_head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
+    return [torch.cat(tensors, dim=head_dim(tensors[0])) for tensors in zip(*parts, strict=True)]
 
 
-def _head_dim(tensor: Tensor) -> int:
+def head_dim(tensor: Tensor) -> int:
     """Where the heads, or groups, are: log-sum-exps have three dimensions."""
     return 1 if tensor.dim() == 3 else 2
 

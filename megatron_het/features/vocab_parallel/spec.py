@@ -38,10 +38,6 @@ def _last_output(deps: Dependencies) -> kinds.Rule:
     ]
 
 
-def _all_logits(deps: Dependencies) -> kinds.Rule:
-    return lambda device, op: _team(LOGITS, deps, op.microbatch, op.slice)
-
-
 def _loss(deps: Dependencies) -> kinds.Rule:
     """The last stage's own VOCAB_BACKWARD.
 
@@ -109,7 +105,8 @@ kinds.add_kinds({
         "effect": kinds.Effect(memory=_keep_logits),
         "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_forward_s))},
     "VOCAB_BACKWARD": _PART | _BACKWARDS | {
-        "mnemonic": "VB", "in_last_chunk": True, "needs": kinds.Needs(_all_logits, begun=_loss),
+        "mnemonic": "VB", "in_last_chunk": True, "needs": kinds.Needs(
+            lambda deps: lambda device, op: _team(LOGITS, deps, op.microbatch, op.slice), begun=_loss),
         "makes": LOGITS_GRADIENT, "effect": kinds.Effect(memory=_use_up_logits),
         "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_backward_s))},
     # This device's part of the word embeddings of a slice; on the first stage: the tokens leave.

@@ -230,7 +230,6 @@ def test_what_an_earlier_generation_measured_is_left_out(tmp_path: Path) -> None
 
 
 def test_what_was_searched_for_an_earlier_generation_is_left_out(tmp_path: Path) -> None:
-    """Its kinds are those of the ranks of that generation; the present one has measured something as well."""
     job, goes_on = Drifting(tmp_path, learned()), threading.Event()
     better = job.searches.better
     job.searches.better = lambda *given: better(*given) if goes_on.wait(WAIT_S) else None  # type: ignore[method-assign]
