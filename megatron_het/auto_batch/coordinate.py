@@ -116,7 +116,7 @@ class MeasuringProcess:
         return MeasuringError(f"ended with exit code {code}\n{self._tail()}")
 
     def _tail(self) -> str:
-        """What the process says last where it has refused something, and more where it has failed."""
+        """Returns the last line of a process that has refused something, and more lines of one that has failed."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         count = 1 if lines and lines[-1].startswith("megatron_het: ") else _TAIL
         return "\n".join([f"--- end of {self._log} ---", *lines[-count:]])
