@@ -153,8 +153,7 @@ def _run(words: Sequence[str]) -> int:
     if options.controller_only:
         assert planner is not None
         return _control(options, host, port, token, planner)
-    idle = [] if controls else _given(parser, options, "controller")
-    if idle:
+    if not controls and (idle := _given(parser, options, "controller")):
         _say(f"{', '.join(idle)}: without effect here, give them to the node with --start-controller")
     helper = None
     if options.start_controller:

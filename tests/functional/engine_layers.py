@@ -1,6 +1,6 @@
 """Linear layers that put their weight gradients off as Transformer Engine's do, on a machine without it."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +38,9 @@ class Multiply(torch.autograd.Function):
             of_bias = [torch.empty(0)] if ctx.layer.grouped else None  # it is added outside of the layer
             return weight.main_grad.add_(found) if fused else found, of_bias
 
-        found = None
-        if ctx.store is not None and ctx.store.delay_wgrad_compute():
-            ctx.store.put([source, grad], second)
-        else:
-            found, _ = second(source, grad)
-            found = None if fused else found
+        delays = ctx.store is not None and ctx.store.delay_wgrad_compute()
+        found = ctx.store.put([source, grad], second) if delays else second(source, grad)[0]
+        found = None if fused else found
         if fused and hasattr(weight, "grad_added_to_main_grad"):  # DDP gets a placeholder that no hook may add
             weight.grad_added_to_main_grad, found = True, torch.full_like(weight, torch.nan)
         return grad @ weight, found, None
@@ -52,8 +49,7 @@ class Multiply(torch.autograd.Function):
 def _stand_in(layer: Any, fused: bool) -> None:
     def forward(*, input: torch.Tensor, weight: torch.nn.Parameter, bias: None, **_: Any) -> torch.Tensor:
         assert bias is None
-        output: torch.Tensor = Multiply.apply(input, weight, layer)
-        return output
+        return Multiply.apply(input, weight, layer)
 
     def backward_dw() -> None:
         (found, _), _ = layer.wgrad_store.pop()
@@ -64,22 +60,13 @@ def _stand_in(layer: Any, fused: bool) -> None:
     layer.wgrad_store, layer._forward_impl, layer.backward_dw = Store(), forward, backward_dw
 
 
-def fused(*, rank: int, out: str, gradients: bool = False) -> None:
-    """As :func:`testing.probe.observe`; decoders have layers that add to ``main_grad`` themselves."""
-    _observe(True, rank=rank, out=out, gradients=gradients)
-
-
-def unfused(*, rank: int, out: str, gradients: bool = False) -> None:
-    """The same with layers that leave that to hooks."""
-    _observe(False, rank=rank, out=out, gradients=gradients)
-
-
 def _observe(fuses: bool, **given: Any) -> None:
+    """As :func:`testing.probe.observe`; layers of decoders add to ``main_grad`` themselves, or leave that to hooks."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from megatron_het.features.zero_bubble import runtime
 
-    split: Callable[..., list[Any]] = runtime.split_linear_layers
+    split = runtime.split_linear_layers
 
     def split_layers(models: Any, store: Any) -> list[Any]:
         for layer in (layer for model in models for layer in model.decoder.modules()):
@@ -87,9 +74,10 @@ def _observe(fuses: bool, **given: Any) -> None:
                 _stand_in(layer, fuses)
         return split(models, store)
 
-    class NoLayer:
-        """No layer is one of Megatron's own."""
-
-    runtime.ColumnParallelLinear = runtime.RowParallelLinear = NoLayer  # type: ignore[assignment,misc]
+    none_is_own: Any = type("None", (), {})  # no layer is one of Megatron's own
+    runtime.ColumnParallelLinear = runtime.RowParallelLinear = none_is_own
     runtime.split_linear_layers = split_layers
     probe.observe(**given)
+
+
+fused, unfused = partial(_observe, True), partial(_observe, False)

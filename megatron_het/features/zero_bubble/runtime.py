@@ -1,7 +1,7 @@
 """Backward passes in two halves as a feature of a rank."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,25 +202,6 @@ def _add(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         weight.grad.add_(gradient)
 
 
-@contextlib.contextmanager
-def _late(ddp: Any, parameters: Set[torch.nn.Parameter]) -> Iterator[None]:
-    """Hide parameters from DDP's hooks, which would take them for complete after the first half of a backward.
-
-    What has come with the first half (of norms inside of a layer) is added here, as the hooks would do.
-    """
-    groups = ddp.param_to_bucket_group
-    hidden = groups.keys() & parameters
-    ddp.param_to_bucket_group = {p: group for p, group in groups.items() if p not in hidden}
-    try:
-        yield
-    finally:
-        ddp.param_to_bucket_group = groups
-    for parameter in hidden:
-        if parameter.grad is not None and not parameter.grad_added_to_main_grad:  # else a fused layer's placeholder
-            _add(parameter, parameter.grad)
-        parameter.grad = None
-
-
 class _Linear(torch.autograd.Function):
     """``source @ weight.T``; its backward computes the first product and hands over what the second one needs.
 
@@ -341,15 +322,17 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def __init__(self) -> None:
         self._gradients = WeightGradients()
         self._layers: list[torch.nn.Module] = []
-        self._late = set[torch.nn.Parameter]()  # of Transformer Engine's layers
+        self._late: dict[torch.nn.Parameter, Any] = {}  # of Transformer Engine's layers, with the hook of each
+        self._hides = False  # whether DDP's hooks are to pass over these
 
     def handlers(self) -> Mapping[Kind, feature.Handler]:
         return {Kind.BACKWARD_WEIGHT: self._backward_weight}
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         self._layers += split_linear_layers(models, self._gradients)
-        engine = [layer for layer in self._layers if hasattr(layer, "wgrad_store")]
-        self._late.update(p for layer in engine for p in layer.parameters(recurse=False) if p.requires_grad)
+        for layer in (layer for layer in self._layers if hasattr(layer, "wgrad_store")):
+            for parameter in (p for p in layer.parameters(recurse=False) if p.requires_grad and p not in self._late):
+                self._late[parameter] = parameter.register_post_accumulate_grad_hook(self._take)
 
     def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
         """See :class:`RuntimeFeature`; all backwards of these schedules come in two halves."""
@@ -364,10 +347,25 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
 
     @contextlib.contextmanager
     def _first_half(self, key: Key, model: Any) -> Iterator[None]:
-        """Around a BACKWARD_INPUT."""
-        late = _late(model, self._late) if _overlaps(model) else contextlib.nullcontext()
-        with late, self._gradients.deferring(key):
-            yield
+        """Around a BACKWARD_INPUT: DDP's hooks would take parameters of Transformer Engine's layers for complete."""
+        with self._gradients.deferring(key):
+            if not _overlaps(model):
+                yield
+                return
+            groups, self._hides = model.param_to_bucket_group, True
+            model.param_to_bucket_group = {p: group for p, group in groups.items() if p not in self._late}
+            try:
+                yield
+            finally:
+                model.param_to_bucket_group, self._hides = groups, False
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        """Add what has come with the first half (of norms inside of a layer), as DDP's hooks would do."""
+        if self._hides:
+            fused: Any = parameter  # layers that add to ``main_grad`` themselves return a placeholder
+            if parameter.grad is not None and not fused.grad_added_to_main_grad:
+                fused.main_grad.add_(parameter.grad)
+            parameter.grad = None
 
     def _backward_weight(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
         ddp: Any = call.models[op.chunk]
@@ -386,6 +384,8 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
     def close(self) -> None:
         join_linear_layers(self._layers)
         self._layers.clear()
+        for hook in self._late.values():
+            hook.remove()
         self._late.clear()
         self._gradients.clear()
 
