@@ -67,4 +67,4 @@ def test_reductions_wait_for_layers_of_transformer_engine(schedule: str, layers:
     case = new_case(f"late-{layers}", [[1, 1], [1]], [2, 2], even_routing=False, recompute="full", **options)
     case = case if schedule == "zb-h1" else in_a_v(case, schedule)
     found = lab.differences(case, observe=f"tests.functional.engine_layers:{layers}")
-    assert max(found.loss, found.gradient) <= BAR, found
+    assert max(found.loss, found.validation, found.gradient) <= BAR, found

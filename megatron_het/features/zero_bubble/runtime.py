@@ -359,12 +359,12 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
             finally:
                 model.param_to_bucket_group, self._hides = groups, False
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _take(self, parameter: Any) -> None:
         """Add what has come with the first half (of norms inside of a layer), as DDP's hooks would do."""
         if self._hides:
-            fused: Any = parameter  # layers that add to ``main_grad`` themselves return a placeholder
-            if parameter.grad is not None and not fused.grad_added_to_main_grad:
-                fused.main_grad.add_(parameter.grad)
+            # A layer that adds to ``main_grad`` itself returns a placeholder.
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                _add(parameter, parameter.grad)
             parameter.grad = None
 
     def _backward_weight(self, op: RankOp, call: feature.Call, state: feature.Iteration) -> None:
