@@ -323,7 +323,7 @@ def _failure(name: str, code: int | None, folder: Path) -> str:
     slow = "is slow or stuck, not done in time (a larger --limit-s gives it more)"
     words = slow if code is None else f"ended with exit code {code}"
     told = [line for line in lines if line.startswith(("megatron_het:", "het:")) or "Error" in line]
-    return f"the tiny training {words}: {(told or lines or ['it wrote nothing'])[-1]}"
+    return f"the tiny training {words}: {(told or lines or ['it gave no reason'])[-1]}"
 
 
 def _losses(folder: Path, rank: int) -> list[float]:
