@@ -17,6 +17,7 @@ from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.registry import cuts_sequences, cutting_of
 from megatron_het.plan import Placement, Plan, PlanError
 from megatron_het.plan.placement import token_blocks
+from megatron_het.plan.run_config import no_eval_interval
 from megatron_het.plan.schema import KINDS, MODEL_SIZES, SPARSE_ATTENTION, TrainingShape
 from megatron_het.plan.validate import PARTS
 from megatron_het.schedule.ir import SLICED_SCHEDULES
@@ -99,8 +100,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
         hint = "Add the flag: gradients are divided once, by all tokens, so that any routing gives the same training"
         raise PlanError("--calculate-per-token-loss", False, "required with a plan", hint)
     if (args.train_iters or args.train_samples) and not args.skip_train and not args.eval_interval:
-        problem = "Megatron divides by it when it counts samples, also where nothing is evaluated"
-        raise PlanError("--eval-interval", args.eval_interval, problem, "Give it; --eval-iters 0 evaluates nothing")
+        raise no_eval_interval(args.eval_interval)
     _check_model(plan, args)
     _check_batch(plan, args)
     _check_parallelism(plan, args)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, check_plan
-from megatron_het.plan.run_config import plan_from_flags, without_flags
+from megatron_het.plan.run_config import no_eval_interval, plan_from_flags, without_flags
 
 # What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
 
@@ -327,6 +327,8 @@ def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
         raise PlanError(
             "--global-batch-size", size, f"is less than one sequence for each of {world_size} ranks", "Use fewer ranks"
         )
+    if {"--train-iters", "--train-samples"} & given.keys() and not {"--eval-interval", "--skip-train"} & given.keys():
+        raise no_eval_interval(None)
     rest = without_flags(words, "--global-batch-size")
     shape = [*rest, "--micro-batch-size", "1", "--global-batch-size", str(world_size)]
     plan, _ = plan_from_flags(shape, world_size, ScheduleSpec("data-parallel"))

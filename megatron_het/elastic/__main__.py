@@ -56,7 +56,14 @@ def main(words: Sequence[str] | None = None) -> int:
 def parser_of(command: str = "") -> argparse.ArgumentParser:
     """Returns the parser of ``het-run``, or of one of its ``COMMANDS``."""
     if command:
-        return _parser_of_command(command)
+        text = COMMANDS[command]
+        parser = LineParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
+        _connection(parser)
+        if command == "leave":
+            parser.add_argument("node", help="name of the node that is to leave")
+        if command == "status":
+            parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
+        return parser
     parser = LineParser(
         prog="het-run",
         description="Elastic training: start it with the same command on every node, on one of them with "
@@ -104,20 +111,9 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of_command(command: str) -> argparse.ArgumentParser:
-    text = COMMANDS[command]
-    parser = LineParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
-    _connection(parser)
-    if command == "leave":
-        parser.add_argument("node", help="name of the node that is to leave")
-    if command == "status":
-        parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
-    return parser
-
-
 def _pace(text: str) -> int | None:
     """Iterations between copies; None where they are to be chosen."""
-    return None if text == "auto" else count(0, 10**9)(text)
+    return None if text == "auto" else count(0, 10**9, "auto or ")(text)
 
 
 def _connection(parser: argparse.ArgumentParser) -> None:
@@ -146,14 +142,20 @@ def _run(words: Sequence[str]) -> int:
     _check_options(options)
     if not options.controller_only:
         _check_flags(flags)
-    if controls:
-        _check_host(host)  # before a folder and a token are made
+    if controls:  # before a folder and a token are made
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            problem = f"cannot be listened on: {error}. Give a name or an address of this machine"
+            raise UsageError(f"--controller {shown(host)} {problem}") from None
     planner = _planner(options) if controls else None
     token = _token(options.token_file or options.folder / "token", create=controls)
     if options.controller_only:
         assert planner is not None
         return _control(options, host, port, token, planner)
-    if not controls and (idle := _given(parser, options, "controller")):
+    group = next(group for group in parser._action_groups if group.title == "controller")
+    idle = [a.option_strings[0] for a in group._group_actions if getattr(options, a.dest) != a.default]
+    if idle and not controls:
         _say(f"{', '.join(idle)}: without effect here, give them to the node with --start-controller")
     helper = None
     if options.start_controller:
@@ -167,12 +169,6 @@ def _run(words: Sequence[str]) -> int:
                 helper.wait(timeout=20.0)
             except subprocess.TimeoutExpired:
                 helper.terminate()
-
-
-def _given(parser: argparse.ArgumentParser, options: Any, title: str) -> list[str]:
-    """Options of a group of the parser that were given a value other than the default."""
-    group = next(group for group in parser._action_groups if group.title == title)
-    return [a.option_strings[0] for a in group._group_actions if getattr(options, a.dest) != a.default]
 
 
 def _control(options: Any, host: str, port: int, token: str, planner: Planner) -> int:
@@ -279,15 +275,6 @@ def _address(text: str) -> tuple[str, int]:
     if found is None:
         raise UsageError(f"--controller {shown(text)} is not HOST:PORT; for one machine take 127.0.0.1:29400")
     return found
-
-
-def _check_host(host: str) -> None:
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(
-            f"--controller {shown(host)} cannot be listened on: {error}. Give a name or an address of this machine"
-        ) from None
 
 
 def _check_flags(flags: Sequence[str]) -> None:

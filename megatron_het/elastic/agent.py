@@ -131,7 +131,7 @@ class Agent:
         self._codes: list[int] = []
         self._asked = self._to_leave = False
         self._stops = self._has_said = False
-        self._begun_s = self._told_s = self._met_s = 0.0
+        self._begun_s = self._told_s = self._met_s = self._asked_s = 0.0
 
     def run(self) -> int:
         """Until the job is over, or no worker is left and no controller runs here; returns the exit code.
@@ -175,6 +175,7 @@ class Agent:
     def _ask_to_leave(self, *_unused: Any) -> None:
         """SIGTERM is a notice: the node leaves when the running iteration is done, or one more."""
         self._asked = self._to_leave = True
+        self._asked_s = self._asked_s or time.monotonic()
 
     def _ask_to_stop(self, *_unused: Any) -> None:
         """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
@@ -214,25 +215,30 @@ class Agent:
         Raises:
             StoreError: It never did, or nothing is left that could go on without it.
         """
-        now_s = time.monotonic()
+        now_s, timeout_s = time.monotonic(), self._node.setting.timeout_s
         code = None if self._helper is None else self._helper.poll()
-        if not self._has_met:
+        away_s = now_s - (self._away_since_s or now_s)
+        is_over = not self._workers and bool(self._codes) and not any(self._codes)
+        is_over = is_over or (self._to_leave and now_s - self._asked_s > timeout_s)
+        if (is_over and away_s > timeout_s) or (self._to_leave and not self._has_met):
+            if self._workers:
+                self._say(f"the controller has not answered for {away_s:.0f} s: this node leaves without it")
+            for worker in self._workers:
+                worker.process.kill()
+            self._unsaid.clear()
+            self._to_start.clear()
+        elif not self._has_met:
             if code is not None and code > 0:
                 raise StoreError(f"the controller has ended with exit code {code} before the job began; see above")
             if not self._waits and now_s - self._begun_s > _QUIET_S:
                 self._waits, setting = True, self._node.setting
-                self._say(f"waits up to {setting.timeout_s:g} s for the controller at {setting.host}:{setting.port}")
-            if now_s - self._begun_s > self._node.setting.timeout_s:
+                self._say(f"waits up to {timeout_s:g} s for the controller at {setting.host}:{setting.port}")
+            if now_s - self._begun_s > timeout_s:
                 raise StoreError(f"{error}. Start the controller first, with the same --controller")
-            return
-        if self._away_since_s is None:
+        elif self._away_since_s is None:
             self._away_since_s = now_s
             self._say(f"{error}; the workers go on as long as nothing is to be decided")
-        elif not self._workers and now_s - self._away_since_s > self._node.setting.timeout_s:
-            if self._codes and not any(self._codes):
-                self._unsaid.clear()
-                self._to_start.clear()
-                return
+        elif not self._workers and away_s > timeout_s:
             raise error
 
     def _start(self, slot: int, number: int) -> None:

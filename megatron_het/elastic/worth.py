@@ -153,7 +153,8 @@ def describe(status: Mapping[str, Any] | None) -> str:
 def _progress(status: Mapping[str, Any]) -> str:
     history, reached = status["history"], status["reached"]
     last = last_iteration(history)
-    text = f"iteration {reached}" + (f" of {last}" if last is not None else "")
+    begun = f"iteration {reached}" + (f" of {last}" if last is not None else "")
+    text = begun if reached or last is not None else "the training has not begun"
     each_s = measured_s(history[-1], reached, status["now"]) if history else None
     if each_s is not None and last is not None and not status.get("over"):
         text += f", {each_s:.3g} s each, {duration(each_s * (last - reached))} left"

@@ -294,6 +294,12 @@ def _layers(flags: argparse.Namespace, pp: int) -> tuple[int, ...]:
     return (flags.num_layers // (pp * chunks),) * chunks
 
 
+def no_eval_interval(value: int | None) -> schema.PlanError:
+    """The error of a training without ``--eval-interval``."""
+    problem = "Megatron divides by it when it counts samples, also where nothing is evaluated"
+    return schema.PlanError("--eval-interval", value, problem, "Give it; --eval-iters 0 evaluates nothing")
+
+
 def without_flags(words: Sequence[str], *flags: str, several: bool = False) -> list[str]:
     """The words of a command line without some flags and their values: one of each, or all up to the next flag."""
     kept: list[str] = []

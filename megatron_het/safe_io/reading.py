@@ -98,9 +98,9 @@ def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any
         parser.add_argument(name, **told)
 
 
-def count(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` to ``most``."""
-    return _number(int, 20, least, most, f"a whole number from {least} to {most}")
+def count(least: int, most: int, before: str = "") -> Callable[[str], int]:
+    """The type of an option that is a whole number from ``least`` to ``most``; errors say ``before`` before that."""
+    return _number(int, 20, least, most, f"{before}a whole number from {least} to {most}")
 
 
 def amount(least: float, most: float) -> Callable[[str], float]:

@@ -41,6 +41,13 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     return notes
 
 
+@pytest.fixture
+def sleepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What agents start sleeps."""
+    run = subprocess.Popen
+    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdout=more["stdout"]))
+
+
 def halved(folder: Path, return_s: float) -> Job:
     """Two workers train; the first has left the session because the second one was lost."""
     job = trained(folder, PAIR, bounds=Bounds(return_s=return_s))
@@ -52,22 +59,13 @@ def halved(folder: Path, return_s: float) -> Job:
 def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path):
     job = halved(tmp_path, return_s=600.0)
     assert not job.step(5)
+    assert job.has("0/lost")  # who waits for the dead process hears of it
     job.come(3, node="n2")
     job.step()
     assert job.get("latest") == 1
     assert job.get("1/generation")["ranks"] == [1, 3]
     assert job.get("1/generation")["holders"] == [1]
     assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"]
-
-
-def test_a_generation_waits_for_all_workers_of_its_nodes(tmp_path: Path):
-    job = Job(tmp_path, PAIR, nodes=1)
-    job.come(1, node="n1", workers=2)
-    job.step()
-    assert job.get("latest") is None
-    job.come(2, node="n1", workers=2)
-    job.step()
-    assert job.get("0/generation")["ranks"] == [1, 2]
 
 
 def exits(job: Job, number: int, node: str, left: int, why: str = "ended with exit code 2: no such data") -> None:
@@ -135,13 +133,6 @@ def test_a_job_that_cannot_begin_says_so(tmp_path: Path):
     job.come(1)
     with pytest.raises(JobError, match=r"^the job cannot begin: no plan of the list fits 1 process"):
         job.step()
-
-
-def test_who_waits_for_a_dead_process_hears_of_it(tmp_path: Path):
-    job = halved(tmp_path, return_s=600.0)
-    assert not job.has("0/lost")
-    job.step()
-    assert job.has("0/lost")
 
 
 def test_a_checkpoint_that_cannot_be_written_is_not_tried_again(tmp_path: Path):
@@ -212,11 +203,9 @@ def test_what_a_worker_refuses_is_told_to_the_controller(board: Any, tmp_path: P
     ]
 
 
+@pytest.mark.usefixtures("sleepers")
 def test_a_refused_worker_is_named_once_and_not_restarted(board: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    run, said = subprocess.Popen, []
-    monkeypatch.setattr(
-        agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdin=more["stdin"], stdout=more["stdout"])
-    )
+    said = list[str]()
     board.put("refused/1", {"identity": "", "why": "other flags", "again": False})
     agent = agent_of(tmp_path, said.append)
     agent._meet()
@@ -345,11 +334,11 @@ class Refusing:
         raise AssertionError(f"{name} was asked for")
 
 
+@pytest.mark.usefixtures("sleepers")
 def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run, said = subprocess.Popen, list[str]()
-    monkeypatch.setattr(agents.subprocess, "Popen", lambda _, **more: run(["sleep", "60"], stdout=more["stdout"]))
+    said = list[str]()
     monkeypatch.setattr(agents, "_MEET_S", 0.0)
     first = ServedBoard("127.0.0.1", 0, TOKEN)
     first.start()
@@ -376,6 +365,20 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
         agents.end_all(one.process)
         one.process.wait()
     second.close()
+
+
+@pytest.mark.usefixtures("sleepers")
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_node_that_is_to_leave_waits_for_no_controller(has_begun: bool, tmp_path: Path) -> None:
+    """SIGTERM while the controller was away was never obeyed, and before it was there after ``--timeout-s`` only."""
+    board = ServedBoard("127.0.0.1", 0, TOKEN)
+    agent = agent_of(tmp_path, port=board.port)
+    if has_begun:
+        board.start()
+        agent._meet()
+    board.close()
+    agent._ask_to_leave()
+    assert agent.run() == 0
 
 
 def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:

@@ -85,16 +85,13 @@ def test_a_log_is_bounded_and_a_full_disk_ends_nobody(monkeypatch: pytest.Monkey
     assert agents._last_words(log.ended()) == ": why"
 
 
-def test_a_plan_is_written_elsewhere_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sessions.tempfile, "gettempdir", lambda: str(tmp_path))
-    found = sessions._written(Generation(2, plan([[1]]), (1,), (), ("n1",)), tmp_path / "no" / "folder" / "x")
-    assert found.exists()
-
-
-def test_plans_of_earlier_generations_are_not_kept(tmp_path: Path) -> None:
+def test_a_plan_is_kept_for_its_generation_and_elsewhere_where_the_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / "plan-to-check.json").touch()
     for number in range(12):
-        sessions._written(Generation(number, plan([[1]]), (1,), (), ("n1",)), tmp_path)
+        generation = Generation(number, plan([[1]]), (1,), (), ("n1",))
+        sessions._written(generation, tmp_path)
+    (elsewhere := sessions._written(generation, tmp_path / "plan-to-check.json")).unlink()
+    assert elsewhere.parent == Path(sessions.tempfile.gettempdir())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plan-11.json", "plan-to-check.json"]
 
 

@@ -149,7 +149,7 @@ def test_times_for_a_reader(seconds: float, said: str):
 def test_a_job_that_has_not_begun_or_is_over():
     assert "just started" in describe(None)
     waiting = describe(status(generation=None, history=[], **standing([], 0, 1.0)))
-    assert waiting.startswith("iteration 0\n") and "waits for its nodes" in waiting
+    assert waiting.startswith("the training has not begun\n") and "waits for its nodes" in waiting
     assert "the job ended: no plan" in describe(status(over=True, error="no plan"))
     assert "the training is over" in describe(status(over=True, error=""))
 

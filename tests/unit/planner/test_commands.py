@@ -117,6 +117,7 @@ def test_a_wrong_command_line_takes_one_line(files, capsys):
     for words, said in (
         (["plan"], "required: --cluster, --model"),
         (["het-run", "--contoller", "x"], "--contoller is no option of this command, --controller is"),
+        (["het-run", "--copy-every", "x"], "--copy-every: 'x': auto or a whole number"),
         (["het-doctor", "--chekpoints", "x"], "--chekpoints is no option of this command, --checkpoints is"),
         (["plan", "--clster", "c.yaml"], "--clster is no option of this command, --cluster is"),
         (["dry-run", "p.json", "--cluster=c.yaml"], "dry-run --help"),
