@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import command_line, write_between_marks, write_report
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.model_configs import RULES, from_config
 from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MODEL
@@ -23,7 +23,6 @@ _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").
 FILES: dict[str, Config] = _DATA["published"]  # files by what people call the model
 SEQ_LENGTH = 4096
 MOST = 1e-5  # largest relative difference of logits that is rounding
-START, END = "<!-- made by benchmarks.configs -->", "<!-- end of what benchmarks.configs makes -->"
 _WITHOUT_MEANING: dict[str, str] = _DATA["without_meaning"]
 
 
@@ -123,8 +122,7 @@ def main() -> int:
         "models": by_model,
     }
     if options.markdown is not None:
-        before, rest = options.markdown.read_text(encoding="utf-8").split(START)
-        options.markdown.write_text(f"{before}{START}\n\n{tables()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        write_between_marks(options.markdown, "benchmarks.configs", tables())
     write_report(options.json, report)
     return int(lost > 0 or worst > MOST)
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.machine import command_line, machine
 from megatron_het.plan import Plan, load_plan, save_plan
-from testing.cases import plain_flags
+from testing.cases import plain_flags, platform_words
 from testing.planner_cases import model_of, processors
 from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
@@ -60,9 +60,6 @@ _FOUND = re.compile(r"het: watch: iteration (\d+): (?!over)(.*)")
 def _profile() -> profile_schema.Profile:
     """Returns what a profile of paced devices says; embedding and head are within the pace of a layer."""
     m = MODEL
-    shape = profile_schema.ProfiledModel(
-        m.hidden_size, m.ffn_hidden_size, m.num_attention_heads, m.groups, m.vocab_size, m.seq_length, "fp32", m.name
-    )
 
     def timing(layer: Any, share: float) -> profile_schema.LayerTiming:
         size = m.seq_length * m.hidden_size * 4
@@ -75,7 +72,7 @@ def _profile() -> profile_schema.Profile:
         profile_schema.LinkProfile("network", "core", "core", "p2p", 2, 3e-4, 1e9),
         profile_schema.LinkProfile("network", "core", "core", "all_reduce", 2, 1e-3, 1e9),
     ]
-    return profile_schema.Profile(shape, [profile_schema.DeviceProfile("core", 4 << 30, 1, timings)], links)
+    return profile_schema.Profile(m.profiled, [profile_schema.DeviceProfile("core", 4 << 30, 1, timings)], links)
 
 
 @dataclass
@@ -142,11 +139,8 @@ def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, A
 
 def training_flags(iterations: int) -> tuple[str, ...]:
     """Of the paced model, without a plan."""
-    from megatron_het.device import platform_flags
-
     flags = plain_flags(MODEL, MODEL.vocab_size - 1, MODEL.global_batch_size, iterations)
-    platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-    return words("--lr 1e-3 --lr-decay-style constant", flags, platform)
+    return words("--lr 1e-3 --lr-decay-style constant", flags, platform_words(is_cuda=False))
 
 
 def times_of(folder: Path, first: int) -> list[float]:

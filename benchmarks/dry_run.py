@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, save, write_report
+from benchmarks.published.calibrate import SIZES
 from megatron_het.plan import Plan, save_plan
 from testing.cases import Case, build_plan, common_flags, with_schedule
 from testing.feature_cases import with_sizes, zero_case
@@ -43,7 +44,6 @@ from tools.planner.inputs.model import Model, load_model
 # Big plans, whose memory the planner predicts and dry runs count.
 
 
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 _SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "2B": (18, 2048, 16384, 8, 1, 256128),
     "7B": (32, 4096, 11008, 32, 32, 32000),
@@ -103,7 +103,7 @@ class BigPlan:
 
     def model_file(self) -> dict[str, Any]:
         """The model as a model file has it."""
-        shape = dict(zip(_SIZES, _SHAPES[self.model], strict=True))
+        shape = dict(zip(SIZES, _SHAPES[self.model], strict=True))
         assert sum(self.layers) == shape["num_layers"], self.name
         experts = {}
         if self.model in _EXPERTS:

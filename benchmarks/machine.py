@@ -9,7 +9,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,35 @@ def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
         yield Path(folder)
 
 
+def alternate(sides: Iterable[str], rounds: int, run: Callable[[str, int], float]) -> dict[str, list[float]]:
+    """Seconds of all sides, by round; each begins with another one, so that slow phases of the machine hit all."""
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for index in range(rounds):
+        first = index % len(found)
+        for side in (*list(found)[first:], *list(found)[:first]):
+            found[side].append(run(side, index))
+            print(f"round {index} {side}: {found[side][-1]:.4f} s", flush=True)
+    return found
+
+
 def save(path: Path, report: Any) -> None:
     """Write figures, in a folder that is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def write_between_marks(file: Path, module: str, text: str) -> None:
+    """Replace what stands in a Markdown file between the marks of a benchmark.
+
+    Raises:
+        SystemExit: The file has no such marks.
+    """
+    begin, end = f"<!-- made by {module} -->", f"<!-- end of what {module} makes -->"
+    head, has_begin, rest = file.read_text(encoding="utf-8").partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not (has_begin and has_end):
+        raise SystemExit(f"--markdown {file}: {begin!r} and {end!r} are not in it")
+    file.write_text(f"{head}{begin}\n\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def write_report(path: Path | None, report: dict[str, Any], unprinted: Collection[str] = ("cases",)) -> None:

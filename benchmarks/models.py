@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.combinations import argument_problems
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import command_line, write_between_marks, write_report
 from benchmarks.parity import measure
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
@@ -35,7 +35,6 @@ from testing.families import MODELS, has_experts, printed, with_shape
 from testing.feature_cases import is_routed
 from testing.runner import Device, add_device_argument
 
-BEGIN, END = "<!-- made by benchmarks.models -->", "<!-- end of what benchmarks.models makes -->"
 _TRAINED, _REFUSED, _ALONE, _FAILED = "trained", "refused", "not compared", "failed"
 _SIGNS = {_TRAINED: "+", _ALONE: "o", _FAILED: "failed"}
 _UNKNOWN = "-"
@@ -171,19 +170,6 @@ def _reason(text: str) -> str:
     return text.split(". ")[0].rstrip(".") + "."
 
 
-def write_table(report: dict[str, Any], file: Path) -> None:
-    """Replace what stands between the marks.
-
-    Raises:
-        SystemExit: The file has no marks.
-    """
-    text = file.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise SystemExit(f"--markdown {file}: {BEGIN!r} and {END!r} are not in it")
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    file.write_text(f"{head}{BEGIN}\n\n{table(report)}\n\n{END}{tail}", encoding="utf-8")
-
-
 def measured(cases: Sequence[Case], folder: Path, at_once: int, device: Device = "cpu") -> list[dict[str, Any]]:
     """Results of all cases.
 
@@ -260,7 +246,7 @@ def main() -> int:
         added(report, file)
     write_report(options.json, report, unprinted=report)
     if options.markdown is not None:
-        write_table(report, options.markdown)
+        write_between_marks(options.markdown, "benchmarks.models", f"{table(report)}\n")
     sys.stdout.write(table(report) + "\n" + json.dumps(report["failed"]) + "\n")
     if not report["failed"]:
         shutil.rmtree(folder)

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import alternate, command_line, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
-from testing.cases import plain_flags
+from testing.cases import plain_flags, platform_words
 from testing.runner import Job, Runner, words
 
 _LAYERS, _HIDDEN, _HEADS, _SEQ, _MICROBATCHES = 4, 256, 4, 256, 8
@@ -37,27 +37,19 @@ def iteration_s(log: str, skipped: int = 5) -> float:
 
 def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
     """Run the pairs and return the result."""
-    from megatron_het.device import platform_flags
-
     model = ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ)
     plan, flags = equal_stages(model, _MICROBATCHES), plain_flags(model, 255, _MICROBATCHES, iterations)
     save_plan(plan, scratch / "plan.json")
-    platform = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
+    common = words("--lr 1e-3 --lr-decay-style constant --clip-grad 1.0", flags, platform_words(is_cuda=False))
     sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {scratch / 'plan.json'}"}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
     with Runner() as runner:
-        for pair in range(pairs):
-            order = list(sides) if pair % 2 == 0 else list(reversed(sides))
-            for side in order:
-                job = Job(
-                    f"{side} {pair}",
-                    2,
-                    words("--lr 1e-3 --lr-decay-style constant --clip-grad 1.0", flags, platform, sides[side]),
-                    scratch / f"{side}-{pair}",
-                    setup=("testing.probe:pin_rank", {}),
-                    timeout_s=600,
-                )
-                seconds[side].append(iteration_s(runner.run(job).log()))
+
+        def run(side: str, pair: int) -> float:
+            argv, where = (*common, *words(sides[side])), scratch / f"{side}-{pair}"
+            pinned = Job(f"{side} {pair}", 2, argv, where, setup=("testing.probe:pin_rank", {}), timeout_s=600)
+            return iteration_s(runner.run(pinned).log())
+
+        seconds = alternate(sides, pairs, run)
     ratios = [planned / stock for planned, stock in zip(seconds["plan"], seconds["stock"], strict=True)]
     return {
         "median_ratio": statistics.median(ratios),

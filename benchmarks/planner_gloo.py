@@ -25,7 +25,7 @@ from examples.llama.data import DataFiles
 from examples.llama.devices import PINNING_VARIABLE, CpuDevice, available_cores, pinning
 from examples.llama.job import CPU_ARGUMENTS, training_arguments
 from megatron_het.plan import load_plan, save_plan
-from testing.planner_cases import processors
+from testing.planner_cases import model_of, processors
 from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -43,21 +43,9 @@ from tools.planner.report.tables import describe
 
 ITERATIONS = 7
 PROCESSES = 2
-_DENSE: dict[str, Any] = {
-    "name": "tiny",
-    "num_layers": 6,
-    "hidden_size": 256,
-    "ffn_hidden_size": 688,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 384,
-    "seq_length": 256,
-    "global_batch_size": 16,
-    "precision": "fp32",
-    "attention": "unfused",
-    "recompute": ("none",),
-    "distributed_optimizer": True,
-}
+_SHAPE: dict[str, Any] = {"layers": 6, "hidden": 256, "ffn": 688, "heads": 8, "groups": 4, "words": 384, "tokens": 256}
+_TRAINING: dict[str, Any] = {"batch": 16, "precision": "fp32", "recompute": ("none",), "distributed": True}
+_DENSE: dict[str, Any] = {"name": "tiny", "attention": "unfused", **_SHAPE, **_TRAINING}
 _MOE = _DENSE | {"name": "tiny-moe", "experts": Experts(count=4, top_k=2, ffn_hidden_size=344)}
 
 
@@ -82,12 +70,12 @@ def _pipeline(layers: tuple[int, ...], batch: int, **changes: Any) -> Candidate:
 
 
 def _replicas(count: int, batch: int, tp: int = 1, **changes: Any) -> Candidate:
-    return Candidate((Stage(_DENSE["num_layers"], (Group(0, tp, count),)),), batch, **changes)
+    return Candidate((Stage(_DENSE["layers"], (Group(0, tp, count),)),), batch, **changes)
 
 
 CASES = {
     "dense": Case(  # different splits, batches, data parallelism, optimizers and schedules
-        Model(**_DENSE),
+        model_of(**_DENSE),
         (
             _replicas(2, 1),
             _replicas(2, 2),
@@ -106,7 +94,7 @@ CASES = {
         ),
     ),
     "moe": Case(  # replicas, stages, and a TP group that cuts experts or divides them
-        Model(**_MOE),
+        model_of(**_MOE),
         (
             _replicas(2, 1),
             _pipeline((3, 3), 1),
@@ -119,7 +107,7 @@ CASES = {
         ep=(1, 2),
     ),
     "hybrid": Case(  # three layers for two stages: cut between layers, and inside the second one
-        Model(**_DENSE | {"name": "tiny-hybrid", "num_layers": 6, "pattern": "*-*-*-"}),
+        model_of(**_DENSE | {"name": "tiny-hybrid", "pattern": "*-*-*-"}),
         (_pipeline((2, 4), 1), _pipeline((4, 2), 1), _pipeline((3, 3), 1)),
     ),
 }

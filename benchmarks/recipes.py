@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import command_line, write_between_marks, write_report
 from megatron_het.arguments.megatron_args import check_arguments
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.run_config import check_batch_schedule, plan_from_flags
 
-START, END = "<!-- made by benchmarks.recipes -->", "<!-- end of what benchmarks.recipes makes -->"
 FILE = Path(__file__).with_name("recipe_flags.json")
 RUNS, PLANNED, FOREIGN, OF_FSDP = "runs", "the plan says it", "no flag of a training", "of FSDP"
 _WORDS = (RUNS, PLANNED, FOREIGN, OF_FSDP)
@@ -173,9 +172,7 @@ def main() -> int:
     options = parser.parse_args()
     found = fates()
     if options.markdown is not None:
-        before, rest = options.markdown.read_text(encoding="utf-8").split(START)
-        page = f"{before}{START}\n\n{tables(found)}\n{END}{rest.split(END)[1]}"
-        options.markdown.write_text(page, encoding="utf-8")
+        write_between_marks(options.markdown, "benchmarks.recipes", tables(found))
     write_report(options.json, {"recipes": found})
     return 0
 

@@ -14,7 +14,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import alternate, command_line, scratch, write_report
 from benchmarks.slimpipe_runs import Model, Setting, bubble, exchanged, run
 from testing.runner import Runner
 
@@ -81,12 +81,12 @@ def main() -> int:
         return _mixed(options)
     settings = _settings(options)
     slim = [name for name in settings if name.startswith("slimpipe")]
-    times: dict[str, list[float]] = {name: [] for name in settings}
     with scratch("slimpipe-speed-") as folder, Runner() as runner:
-        for index in range(options.rounds):
-            for name, setting in settings.items():
-                times[name].append(median_s(runner, setting, folder / str(index), options.iterations))
-                print(f"round {index} {name:14} {times[name][-1]:.3f} s", flush=True)
+
+        def train(name: str, index: int) -> float:
+            return median_s(runner, settings[name], folder / str(index), options.iterations)
+
+        times = alternate(settings, options.rounds, train)
         medians = {name: statistics.median(values) for name, values in times.items()}
         best = min(slim, key=medians.__getitem__)
         plain = min(slim, key=lambda name: settings[name].chunks)

@@ -18,7 +18,7 @@ from typing import Any
 
 import megatron_het.features  # noqa: F401  (the kinds of all features)
 from benchmarks.drift_stand_ins import SlowLink, divert
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import alternate, command_line, scratch, write_report
 from benchmarks.overhead import equal_stages, iteration_s
 from benchmarks.zero_bubble_speed import durations, flags
 from megatron_het.plan import ModelShape, Plan, save_plan
@@ -87,13 +87,13 @@ def measure(share: float, microbatches: int, rounds: int, iterations: int, folde
             "chosen": choose_depths(stage_s, [transfer_s], lambda d: simulated(microbatches, found, link, d)),
             "rule": published_depths(stage_s, [transfer_s], [True]),
         }
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for index in range(rounds):
-            for side in list(sides)[index % 3 :] + list(sides)[: index % 3]:
-                deeper = {"depths": list(sides[side])} if sides[side] else {}
-                plan = equal_stages(_MODEL, microbatches, **deeper)
-                times[side].append(run(runner, plan, folder / f"{index}-{side}", iterations, link))
-                print(f"round {index} {side:7} {times[side][-1]:.3f} s", flush=True)
+
+        def train(side: str, index: int) -> float:
+            deeper = {"depths": list(sides[side])} if sides[side] else {}
+            plan = equal_stages(_MODEL, microbatches, **deeper)
+            return run(runner, plan, folder / f"{index}-{side}", iterations, link)
+
+        times = alternate(sides, rounds, train)
     predicted = {side: simulated(microbatches, found, link, depths) + rest_s for side, depths in sides.items()}
     ratios = {side: [a / b for a, b in zip(times["plain"], times[side], strict=True)] for side in ("chosen", "rule")}
     return {

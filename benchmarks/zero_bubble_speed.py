@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_het.features  # noqa: F401  (the kinds of all features)
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import alternate, command_line, scratch, write_report
 from benchmarks.overhead import iteration_s
 from megatron_het.plan import ModelShape
 from megatron_het.schedule import Costs, Kind, Shape, add_transfers, generate
@@ -76,13 +76,10 @@ def simulated_speedup(found: list[dict[Kind, float]], microbatches: int) -> floa
 
 def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
     """All runs and what follows from them."""
-    times: dict[str, list[float]] = {side: [] for side in _SIDES}
     with Runner() as runner:
-        for index in range(rounds):
-            order = list(_SIDES)[index % len(_SIDES) :] + list(_SIDES)[: index % len(_SIDES)]
-            for side in order:
-                times[side].append(run(runner, side, microbatches, iterations, folder / f"{index}-{side}"))
-                print(f"round {index} {side:6} {times[side][-1]:.3f} s", flush=True)
+        times = alternate(
+            _SIDES, rounds, lambda side, i: run(runner, side, microbatches, iterations, folder / f"{i}-{side}")
+        )
     found = durations(folder / "0-zb-h1", _COMPUTE)
     ratios = {
         side: [other / split for other, split in zip(times[side], times["zb-h1"], strict=True)]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, save, scratch, write_report
+from examples.llama.job import model_of
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.lowering.programs import build, posted_for
@@ -44,8 +45,6 @@ from testing.runner import Job, Runner, words
 from testing.zorse_cases import with_shares
 from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import LayerCost, MeasuredCosts
-from tools.planner.inputs.model import Model
-from tools.planner.inputs.profile_schema import ProfiledModel
 from tools.planner.profile.settings import ProfileSettings, run_profile
 
 # What the cost model says about the memory of a ministage run: one layer's profile, and the simulator.
@@ -68,34 +67,14 @@ class Layers:
     @classmethod
     def profiled(cls, plan: Plan, vocabulary: int, folder: Path) -> Layers:
         """Profile the layers of a plan's model."""
-        shape = plan.model
-        if shape.ffn_hidden_size is None:
+        if plan.model.ffn_hidden_size is None:
             raise ValueError("the plan's model has no ffn_hidden_size: its layers cannot be profiled")
-        profiled = ProfiledModel(
-            shape.hidden_size,
-            shape.ffn_hidden_size,
-            shape.num_attention_heads,
-            shape.num_query_groups,
-            vocabulary,
-            shape.seq_length,
-            "fp32",
-        )
+        own = {"vocab_size": vocabulary, "precision": "fp32", "attention": "unfused", "tied_embeddings": False}
+        model = model_of(plan, **own)
         file = str(folder / "profile.json")
         settings = ProfileSettings(
-            profiled, file, (_KIND,), recompute=_RECOMPUTE, window_s=0.02, windows=1, links=False
+            model.profiled, file, (_KIND,), recompute=_RECOMPUTE, window_s=0.02, windows=1, links=False
         )
-        model = Model(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            vocab_size=vocabulary,
-            seq_length=shape.seq_length,
-            global_batch_size=plan.training.global_batch_size,
-            precision="fp32",
-            attention="unfused",
-        )
-
         core = processors(1).gpu("core")
         return cls(MeasuredCosts(model, run_profile(settings, 1), lambda _: core, CPU_GLOO))
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import alternate, command_line, scratch, write_report
 from benchmarks.zorse_memory import arguments
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.plan.placement import route
@@ -116,14 +116,10 @@ class Bench:
 
     def alternate(self, settings: Sequence[Setting]) -> dict[str, list[float]]:
         """Seconds per iteration of every run."""
-        found: dict[str, list[float]] = {setting.name: [] for setting in settings}
-        for turn in range(self.rounds):
-            for setting in settings:
-                seconds = run(self.runner, setting, self.folder / setting.name, self.iterations)
-                found[setting.name].append(seconds)
-                sys.stdout.write(f"round {turn} {setting.name:24} {seconds * 1e3:8.1f} ms\n")
-                sys.stdout.flush()
-        return found
+        own = {setting.name: setting for setting in settings}
+        return alternate(
+            own, self.rounds, lambda name, _: run(self.runner, own[name], self.folder / name, self.iterations)
+        )
 
     def mixed_stage(self, tokens: int, total: int) -> dict[str, Any]:
         """Routed microbatches against an even split of a mixed stage."""

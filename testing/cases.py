@@ -139,13 +139,17 @@ def plain_flags(model: Any, vocabulary: int, microbatches: int, iterations: int)
     )
 
 
-def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str, ...]:
-    """The flags that Megatron needs on a device."""
+def platform_words(*, is_cuda: bool) -> list[str]:
+    """What a training on such a device needs of Megatron's flags."""
     from megatron_het.device import platform_flags
 
+    return [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+
+
+def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str, ...]:
+    """The flags that Megatron needs on a device."""
     if device == "cpu":
-        flags = [word for flag in platform_flags(is_cuda=False) for word in flag.words]
-        return (*flags, "--attention-backend", "unfused")
+        return (*platform_words(is_cuda=False), "--attention-backend", "unfused")
     if has_te:
         return ("--transformer-impl", "transformer_engine")
     return ("--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion")

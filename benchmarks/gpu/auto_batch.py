@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.gpu.cases import Case, CaseError, Setting, command, run_part
 from megatron_het.safe_io import read_json
 from megatron_het.store import free_port
+from testing.cases import platform_words
 from testing.compare import BOUNDS, relative
 
 _RANKS, _ITERATIONS = 2, 3
@@ -42,8 +43,6 @@ SMALL = Size(64, 4, 64, 255, 24, 9_000_000)
 
 def flags(size: Size, is_cuda: bool) -> list[str]:
     """Returns Megatron's flags without a plan and without the size of microbatches."""
-    from megatron_het.device import platform_flags
-
     text = f"""
         --num-layers 4 --hidden-size {size.hidden} --num-attention-heads {size.heads} --seq-length {size.tokens}
         --max-position-embeddings {size.tokens} --untie-embeddings-and-output-weights --position-embedding-type rope
@@ -53,7 +52,7 @@ def flags(size: Size, is_cuda: bool) -> list[str]:
         --log-interval 1 --distributed-timeout-minutes 1
         """
     words = text.split() + ["--bf16"] * is_cuda
-    return words + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+    return words + platform_words(is_cuda=is_cuda)
 
 
 def search(setting: Setting) -> dict[str, Any]:
@@ -104,10 +103,5 @@ def cases(setting: Setting, _options: argparse.Namespace) -> Mapping[str, Case]:
     return {"two ranks": partial(search, setting)}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Command line."""
-    return run_part("benchmarks.gpu.auto_batch", __doc__, cases, words)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part("benchmarks.gpu.auto_batch", __doc__, cases))

@@ -8,7 +8,7 @@ parts run meanwhile.
 import argparse
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,10 +58,5 @@ def cases(setting: Setting, _options: argparse.Namespace) -> Mapping[str, Case]:
     return {"slimpipe": partial(examine, setting, ScheduleSpec("slimpipe", {"slices": 4}), precision)}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Command line."""
-    return run_part("benchmarks.gpu.doctor", __doc__, cases, words)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part("benchmarks.gpu.doctor", __doc__, cases))

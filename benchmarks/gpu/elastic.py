@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -87,10 +87,5 @@ def cases(setting: Setting, _options: argparse.Namespace) -> Mapping[str, Case]:
     return {"death": partial(death, setting)}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Command line."""
-    return run_part("benchmarks.gpu.elastic", __doc__, cases, words)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_part("benchmarks.gpu.elastic", __doc__, cases))

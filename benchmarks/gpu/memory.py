@@ -19,6 +19,7 @@ from benchmarks.machine import command_line
 from megatron_het.plan import Plan, load_plan
 from megatron_het.safe_io import check_target, read_json, write_json, write_text
 from megatron_het.store import free_port
+from testing.cases import platform_words
 from tools.planner.emit.flags import model_arguments, plan_arguments
 from tools.planner.inputs.model import Model
 
@@ -76,9 +77,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.dry_run", "--rank", "0", "--out", str(out)]
     words = flags_of(plan, model, folder)
     if not is_cuda:
-        from megatron_het.device import platform_flags
-
-        words += [w for flag in platform_flags(is_cuda=False) for w in flag.words]
+        words += platform_words(is_cuda=False)
     command += ["--kernels", "gpu" if is_cuda else "cpu"]
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     subprocess.run([*command, "--", *words], env=environment, check=True, timeout=_TIMEOUT_S)
@@ -90,10 +89,8 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
 
 def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
     """Bytes by kind that the run report measured."""
-    from megatron_het.device import platform_flags
-
     words = flags_of(plan, model, folder)
-    words += [w for flag in platform_flags(is_cuda=is_cuda) for w in flag.words]
+    words += platform_words(is_cuda=is_cuda)
     words += ["--mock-data", "--split", "90,10,0", "--eval-iters", "0", "--eval-interval", "1000"]
     words += ["--train-iters", "5", "--lr", "1e-4", "--log-interval", "1", "--distributed-timeout-minutes", "1"]
     words += ["--het-report", str(folder)]

@@ -27,7 +27,7 @@ from benchmarks.gpu.timings import Training, Width, train
 from benchmarks.machine import command_line, machine, save
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
-from testing.cases import plain_flags
+from testing.cases import plain_flags, platform_words
 from testing.runner import Runner
 
 MINISTAGES, LAYERS_PER_MINISTAGE = 4, 2
@@ -67,12 +67,9 @@ def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
 
 def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[str]:
     """Megatron's flags for a plan on this machine."""
-    from megatron_het.device import platform_flags
-
     flags = plain_flags(plan.model, size.vocabulary, plan.num_microbatches, iterations)
     own = "--bf16 --split 90,10,0 --clip-grad 1.0 --lr 1e-4 --distributed-timeout-minutes 5"
-    platform = [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
-    return [*flags, *own.split(), "--dist-ckpt-optim-fully-reshardable", *platform]
+    return [*flags, *own.split(), "--dist-ckpt-optim-fully-reshardable", *platform_words(is_cuda=is_cuda)]
 
 
 class VariantError(RuntimeError):

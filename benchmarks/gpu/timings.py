@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machine import command_line, machine
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
-from testing.cases import plain_flags
+from testing.cases import plain_flags, platform_words
 from testing.runner import Job, Runner
 
 BARS = {"executor_ratio": 1.01, "slices_8_at_32k": 1.05, "slices_16_at_32k": 1.10}
@@ -101,14 +101,12 @@ def plan_of(training: Training, width: Width, device: str, precision: str) -> Pl
 
 def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
     """Megatron's flags of a training."""
-    from megatron_het.device import platform_flags
-
     model = plan_of(training, width, "", "fp32").model
     words = [*plain_flags(model, width.vocabulary - 1, training.microbatches, training.iterations)]
     words += ["--split", "90,10,0", "--clip-grad", "1.0", "--lr", "1e-4", "--distributed-timeout-minutes", "2"]
     words += ["--bf16"] if is_cuda else []
     words += _FULL if training.recompute else ()
-    return words + [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
+    return words + platform_words(is_cuda=is_cuda)
 
 
 def documents(training: Training, width: Width, device: str, precision: str, memory_bytes: int) -> dict[str, Any]:

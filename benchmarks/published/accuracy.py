@@ -18,7 +18,7 @@ from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
-from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile, ProfiledModel
+from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile
 
 # The published measurements in ``data/sailor.json`` as profiles, clusters and runs.
 
@@ -70,17 +70,7 @@ def reference_profile(name: str) -> Profile:
         ]
         node = data["nodes"][gpu]
         devices.append(DeviceProfile(gpu, node["mem_per_gpu"], node["gpus_per_node"], timings))
-    profiled = ProfiledModel(
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.groups,
-        vocab_size=model.vocab_size,
-        seq_length=model.seq_length,
-        precision=model.precision,
-        name=name,
-    )
-    return Profile(profiled, devices, notes=data["source"])
+    return Profile(model.profiled, devices, notes=data["source"])
 
 
 def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes: Any) -> NodeGroup:

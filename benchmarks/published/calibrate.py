@@ -73,6 +73,10 @@ Chosen, not fitted: the tables end in 2025.
 """
 
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
+_COLUMNS = ("layers", "hidden", "ffn", "heads", "groups", "vocab")
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
     """One row of a table."""
@@ -210,18 +214,14 @@ def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Ru
 def bridge_model(row: Row) -> Model:
     """The model of a row, with its precision and routing."""
     fields = dict(SHAPES[row["model"]])
-    layers, hidden, ffn, heads, groups, vocabulary = fields.pop("shape")
+    sizes = dict(zip(SIZES, fields.pop("shape"), strict=True))
+    sizes["num_layers"] += "w/ MTP" in row["note"]
     experts = fields.pop("experts", None)
     if experts is not None:
         experts = Experts(**experts, dropless="tokendrop" not in row["note"])
     return Model(
         name=row["model"],
-        num_layers=layers + ("w/ MTP" in row["note"]),
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        vocab_size=vocabulary,
+        **sizes,
         seq_length=int(row["seq_length"]),
         global_batch_size=int(row["global_batch_size"]),
         fp8=row["precision"].startswith(("FP8", "MXFP8")),
@@ -235,14 +235,10 @@ def bridge_model(row: Row) -> Model:
 
 def dgxc_model(row: Row) -> Model:
     """The model of a row that has its whole shape."""
+    sizes: dict[str, Any] = {size: int(row[name]) for size, name in zip(SIZES, _COLUMNS, strict=True)}
     return Model(
         name=row["model"],
-        num_layers=int(row["layers"]),
-        hidden_size=int(row["hidden"]),
-        ffn_hidden_size=int(row["ffn"]),
-        num_attention_heads=int(row["heads"]),
-        num_query_groups=int(row["groups"]),
-        vocab_size=int(row["vocab"]),
+        **sizes,
         seq_length=int(row["seq_length"]),
         global_batch_size=int(row["global_batch_size"]),
         gated=row["gated"] == "1",
