@@ -13,6 +13,7 @@ from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Kind
 from testing.slimpipe_cases import with_context_parallel
+from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.megatron_flags import flags
 
 CHUNKS = {"interleaved": 2, "ministage": 2, "zb-v": 2, "v-half": 2}
@@ -65,35 +66,31 @@ def test_backwards_are_in_the_order_of_forwards_or_not(schedule: str) -> None:
             _check_fp8(plan, arguments("delayed", recompute_granularity="full"))
 
 
+SHARED = replace(made(), stages=with_context_parallel(made().stages, 2))
+
+
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("plan", "changed", "reason"),
     [
-        ({"transformer_impl": "local"}, "compute nothing in fp8"),
-        ({"recipe": "custom"}, "is not known"),
-        ({"recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather = True.*--fp8-recipe mxfp8"),
-        ({"recipe": "delayed", "first_last_layers_bf16": True}, "all layers at once"),
-        ({"cuda_graph_impl": "local"}, "when it was captured"),
+        (made(), {}, None),
+        (made(), {"transformer_impl": "local"}, "compute nothing in fp8"),
+        (made(), {"recipe": "custom"}, "is not known"),
+        (made(), {"recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather = True.*--fp8-recipe mxfp8"),
+        (made(), {"recipe": "delayed", "first_last_layers_bf16": True}, "all layers at once"),
+        (made(), {"cuda_graph_impl": "local"}, "when it was captured"),
+        (SHARED, {}, None),
+        (SHARED, {"recipe": "delayed"}, "--fp8-recipe = 'delayed'.*values of their own.*tensorwise"),
+        # slices have as many tokens as products want
+        (made("slimpipe", 64), {}, None),
+        (made("slimpipe", 32), {}, "passes of 8 tokens .* multiple of 16"),
+        (made("slimpipe", 128), {"recipe": "mxfp8"}, None),
+        (made("slimpipe", 64), {"recipe": "mxfp8"}, "passes of 16 tokens .* multiple of 32"),
     ],
 )
-def test_refused(changed: dict[str, Any], reason: str) -> None:
-    _check_fp8(made(), arguments())
-    with pytest.raises(PlanError, match=reason):
-        _check_fp8(made(), arguments(**changed))
-    _check_fp8(made(), arguments(**{**changed, "fp8": None}))
-
-
-def test_ranks_that_share_sequences_scale_alike() -> None:
-    shared = replace(made(), stages=with_context_parallel(made().stages, 2))
-    _check_fp8(shared, arguments())
-    with pytest.raises(PlanError, match="--fp8-recipe = 'delayed'.*values of their own.*tensorwise"):
-        _check_fp8(shared, arguments("delayed"))
-
-
-@pytest.mark.parametrize(("recipe", "tokens"), [("tensorwise", 16), ("mxfp8", 32)])
-def test_slices_have_as_many_tokens_as_products_want(recipe: str, tokens: int) -> None:
-    _check_fp8(made("slimpipe", 4 * tokens), arguments(recipe))
-    with pytest.raises(PlanError, match=f"passes of {tokens // 2} tokens .* multiple of {tokens}"):
-        _check_fp8(made("slimpipe", 2 * tokens), arguments(recipe))
+def test_refused(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
+    with refusal(reason):
+        _check_fp8(plan, arguments(**changed))
+    _check_fp8(plan, arguments(**{**changed, "fp8": None}))
 
 
 def test_attention_of_slices_stays_as_it_is() -> None:

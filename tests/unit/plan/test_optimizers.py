@@ -12,10 +12,12 @@ import pytest
 from megatron_het.arguments.megatron_args import apply_plan, check_arguments
 from megatron_het.features.optimizers.spec import PACKAGE, TESTED, name_of
 from megatron_het.plan import Placement, Plan, PlanError, Replica
+from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.test_refusals import arguments, made
 
 EMERGING = ("lion", "muon")
 ALL = ("adam", "sgd", *EMERGING, "dist_muon", "adaptive_muon", "soap")
+PLAIN_SHARDS = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 NEEDED = ("emerging_optimizers", "absl", "triton")
 
 
@@ -65,39 +67,42 @@ MIXED = staged([(1, "a")], [(2, "b"), (1, "b")])
 DEVICES = staged([(1, "a")], [(1, "a"), (1, "b")])
 
 
-@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
-def test_muon_puts_matrices_together(mode: str) -> None:
-    with pytest.raises(PlanError, match=r"--muon-tp-mode = 'blockwise'.*TP sizes \[1, 2\].*--muon-tp-mode duplicated"):
-        check(WITH_TP, optimizer="muon")
-    check(WITH_TP, optimizer="muon", muon_tp_mode=mode)
-
-
-@pytest.mark.parametrize(("plan", "what"), [(MIXED, "TP or EP sizes"), (DEVICES, "devices")])
-def test_replicas_that_round_otherwise_need_exact_products(plan: Plan, what: str) -> None:
-    given = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
-    with pytest.raises(
-        PlanError, match=f"--muon-fp32-matmul-prec = 'medium'.*stage 1 has replicas of different {what}.*drift"
-    ):
-        check(plan, **given)
-    check(plan, **given, muon_fp32_matmul_prec="high")
-
-
 DIVIDED = staged([(1, "a")], [(2, "b"), (1, "b")], distributed_optimizer=True)
+BF16, FP16 = (staged([(1, "a")], [(1, "b")], precision=precision) for precision in ("bf16", "fp16"))
+WHOLE = {"optimizer": "muon", "muon_tp_mode": "duplicated"}  # matrices are put together
+DRIFT = "--muon-fp32-matmul-prec = 'medium'.*stage 1 has replicas of different"
 
 
-@pytest.mark.parametrize("name", ["sgd", "muon"])
-def test_shards_are_those_of_adam_and_lion(name: str) -> None:
-    check(DIVIDED, optimizer="adam")
-    check(DIVIDED, optimizer="lion")
-    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*shards the state of adam and lion only"):
-        check(DIVIDED, optimizer=name)
-
-
-@pytest.mark.parametrize("flag", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
-def test_lion_has_plain_shards(flag: str) -> None:
-    check(DIVIDED, optimizer="adam", **{flag: True})
-    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')}.*with lion"):
-        check(DIVIDED, optimizer="lion", **{flag: True})
+@pytest.mark.parametrize(
+    ("plan", "given", "reason"),
+    [
+        (WITH_TP, {"optimizer": "muon"}, r"= 'blockwise'.*TP sizes \[1, 2\].*--muon-tp-mode duplicated"),
+        (WITH_TP, WHOLE, None),
+        (WITH_TP, WHOLE | {"muon_tp_mode": "distributed"}, None),
+        (MIXED, WHOLE, f"{DRIFT} TP or EP sizes.*drift"),
+        (DEVICES, WHOLE, f"{DRIFT} devices.*drift"),
+        *((plan, WHOLE | {"muon_fp32_matmul_prec": "high"}, None) for plan in (MIXED, DEVICES)),
+        *((DIVIDED, {"optimizer": name}, None) for name in ("adam", "lion")),
+        *(
+            (DIVIDED, {"optimizer": name}, f"--optimizer = '{name}'.*shards the state of adam and lion only")
+            for name in ("sgd", "muon")
+        ),
+        *((DIVIDED, {"optimizer": "adam", flag: True}, None) for flag in PLAIN_SHARDS),
+        *(
+            (DIVIDED, {"optimizer": "lion", flag: True}, f"--{flag.replace('_', '-')}.*with lion")
+            for flag in PLAIN_SHARDS
+        ),
+        *((BF16, {"optimizer": name}, None) for name in EMERGING),
+        *((FP16, {"optimizer": name}, f"--optimizer = '{name}'.*fp16.*Use bf16") for name in EMERGING),
+        (ONE, {"optimizer": "dist_muon"}, "--optimizer = 'dist_muon'.*Use muon"),
+        (ONE, {"optimizer": "adaptive_muon"}, "--optimizer = 'adaptive_muon'.*fails in its first update"),
+        (ONE, {"optimizer": "soap"}, "--optimizer = 'soap'.*zero but for rounding"),
+    ],
+)
+def test_what_a_plan_trains_with(plan: Plan, given: dict[str, Any], reason: str | None) -> None:
+    """Cut matrices, replicas that round otherwise, shards, scaled losses, and optimizers that fail anywhere."""
+    with refusal(reason):
+        check(plan, **given)
 
 
 def test_to_megatron_sharded_lion_is_adam() -> None:
@@ -107,22 +112,6 @@ def test_to_megatron_sharded_lion_is_adam() -> None:
         apply_plan(plan, Placement(plan), args, 0)
         shown[plan.training.distributed_optimizer] = args.optimizer, name_of(args)
     assert shown == {False: ("lion", "lion"), True: ("adam", "lion")}
-
-
-@pytest.mark.parametrize("name", EMERGING)
-def test_losses_are_not_scaled(name: str) -> None:
-    check(staged([(1, "a")], [(1, "b")], precision="bf16"), optimizer=name)
-    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*fp16.*Use bf16"):
-        check(staged([(1, "a")], [(1, "b")], precision="fp16"), optimizer=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("dist_muon", "Use muon"), ("adaptive_muon", "fails in its first update"), ("soap", "zero but for rounding")],
-)
-def test_optimizers_that_no_plan_trains_with(name: str, reason: str) -> None:
-    with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*{reason}"):
-        check(ONE, optimizer=name)
 
 
 @pytest.mark.parametrize("name", EMERGING)

@@ -309,21 +309,6 @@ def of_mixed_tp() -> Plan:
     return replace(more_stages(2), stages=(first, mixed))
 
 
-@pytest.mark.parametrize(
-    "flag", ["qk_clip", "experimental_attention_variant", "save_wgrads_interval", "save_tokens_per_expert_interval"]
-)
-def test_what_replicas_of_different_tp_would_train_in_different_ways(flag: str) -> None:
-    check_arguments(made(), arguments(**{flag: "given"}), 2)
-    with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')} = 'given'.*different TP or EP, as stage 1 has"):
-        check_arguments(of_mixed_tp(), arguments(**{flag: "given"}), 4)
-
-
-def test_sequence_parallelism_without_tp_is_left_out_as_stock_does() -> None:
-    check_arguments(more_stages(2), arguments(sequence_parallel=True), 2)
-    with pytest.raises(PlanError, match="--sequence-parallel = True: the plan was made without it"):
-        check_arguments(more_stages(2, tp=2), arguments(sequence_parallel=True), 4)
-
-
 BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
@@ -333,6 +318,10 @@ WIDE = more_stages(2, tp=2, sequence_parallel=True)
 SELECTIVE = {"recompute_granularity": "selective"}
 THRIFTY = replace(more_stages(4), schedule=ScheduleSpec("1f1b", {"thrifty_layers": True}))
 CLAMPED = {"swiglu": True, "activation_func_clamp_value": 7.0}
+SPLIT = replace(made(), schedule=ScheduleSpec("1f1b", {"vocabulary": True}))
+FUSED = {"cross_entropy_loss_fusion": True, "make_vocab_size_divisible_by": 128}
+ALIKE = ("qk_clip", "experimental_attention_variant", "save_wgrads_interval", "save_tokens_per_expert_interval")
+"""What replicas of different TP would train in different ways."""
 LATER = replace(made(), model=replace(made().model, mtp_num_layers=1, tied_embeddings=False))
 
 
@@ -404,6 +393,16 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
         (more_stages(2, recompute="mlp"), {"recompute_modules": ["layernorm"]}, "--recompute-modules.*for 'mlp'"),
         (more_stages(2, recompute="mlp"), {"recompute_granularity": "full"}, "--recompute-granularity.*for 'mlp'"),
         (more_stages(2, recompute="moe_act"), {}, "--recompute-modules = 'moe_act'.*Give --moe-grouped-gemm"),
+        # without TP sequence parallelism is left out, as stock Megatron does
+        (more_stages(2), {"sequence_parallel": True}, None),
+        (more_stages(2, tp=2), {"sequence_parallel": True}, "--sequence-parallel = True: the plan was made without it"),
+        (SPLIT, FUSED | {"cross_entropy_fusion_impl": "native"}, None),
+        (SPLIT, FUSED | {"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl = 'te'.*whole logits"),
+        *((made(), {flag: "given"}, None) for flag in ALIKE),
+        *(
+            (of_mixed_tp(), {flag: "given"}, f"--{flag.replace('_', '-')} = 'given'.*TP or EP, as stage 1 has")
+            for flag in ALIKE
+        ),
     ],
 )
 def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
@@ -417,14 +416,6 @@ def test_parts_that_the_plan_does_not_reckon_with_are_named(capsys: pytest.Captu
     for modules, said in (("core_attn", ""), ("mlp", "mlp is recomputed; the plan's figures are of core_attn\n")):
         apply_plan(plan, Placement(plan), arguments(**SELECTIVE, recompute_modules=[modules], padded_vocab_size=64), 0)
         assert capsys.readouterr().err.removeprefix("megatron_het: ") == said
-
-
-def test_a_split_vocabulary_fuses_natively_only() -> None:
-    plan = replace(made(), schedule=ScheduleSpec("1f1b", {"vocabulary": True}))
-    fused = {"cross_entropy_loss_fusion": True, "make_vocab_size_divisible_by": 128}
-    check_arguments(plan, arguments(**fused, cross_entropy_fusion_impl="native"), 2)
-    with pytest.raises(PlanError, match="--cross-entropy-fusion-impl = 'te'.*whole logits"):
-        check_arguments(plan, arguments(**fused, cross_entropy_fusion_impl="te"), 2)
 
 
 @pytest.mark.parametrize("installed", [False, True])

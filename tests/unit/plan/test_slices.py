@@ -40,6 +40,13 @@ PP4 = "--pipeline-model-parallel-size 4"
 PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
 
 
+EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (2, 3, 0, 3))))
+
+
+def sliced(made: Plan | None = None, **given: Any) -> Plan:
+    return replace(made or plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, **given}))
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
@@ -61,66 +68,35 @@ PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stag
             replace(plan(PP4), schedule=ScheduleSpec("1f1b", {"context_exchange": True})),
             "schedule 1f1b does not cut sequences",
         ),
-    ],
-)
-def test_numbers_refused(made: Plan, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        check_plan_alone(made)
-
-
-EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (2, 3, 0, 3))))
-
-
-@pytest.mark.parametrize(
-    ("made", "given", "reason"),
-    [
-        (plan(PP4), {"context_exchange": 1}, "context_exchange = 1: must be true or false"),
-        (plan(PP4), {"exchange_keep": True}, "exchange_keep = True: there is no context exchange"),
-        (plan(PP4), {"context_exchange": True, "exchange_units": 3}, "--het-exchange-units = 3.*16 tokens of a slice"),
-        (plan(PP4), {"context_exchange": True, "exchange_units": 0}, "whole number"),
-        (plan(PP4), {"exchange_attention": [1] * 4}, "exchange_attention.*there is no context exchange"),
-        (plan(PP4), {"context_exchange": True, "exchange_attention": [1] * 3}, "list of 4 whole.*one per replica"),
-        (plan(PP4), {"context_exchange": True, "exchange_attention": [1, 2, 0, 4]}, "each of 1 to 1000000000"),
-        (plan(PP4), {"context_exchange": True, "exchange_rest": [1, 2, True, 4]}, "list of 4 whole.*per chunk"),
-        (plan(PP4), {"context_exchange": True, "exchange_rest": [1] * 4}, "says nothing without exchange_attention"),
+        (sliced(context_exchange=1), "context_exchange = 1: must be true or false"),
+        (sliced(exchange_keep=True), "exchange_keep = True: there is no context exchange"),
+        (sliced(context_exchange=True, exchange_units=3), "--het-exchange-units = 3.*16 tokens of a slice"),
+        (sliced(context_exchange=True, exchange_units=0), "whole number"),
+        (sliced(exchange_attention=[1] * 4), "exchange_attention.*there is no context exchange"),
+        (sliced(context_exchange=True, exchange_attention=[1] * 3), "list of 4 whole.*one per replica"),
+        (sliced(context_exchange=True, exchange_attention=[1, 2, 0, 4]), "each of 1 to 1000000000"),
+        (sliced(context_exchange=True, exchange_rest=[1, 2, True, 4]), "list of 4 whole.*per chunk"),
+        (sliced(context_exchange=True, exchange_rest=[1] * 4), "says nothing without exchange_attention"),
         (
-            plan(PP4),
-            {"context_exchange": True, "slices": 33, "exchange_units": 2},
+            sliced(context_exchange=True, slices=33, exchange_units=2),
             "in exchange units, so --seq-length = 64 must be a multiple of 2 tokens, and have 33 of them at least",
         ),
         (
-            plan(PP4),
-            {"context_exchange": True, "slice_lengths": "work", "exchange_units": 3},
+            sliced(context_exchange=True, slice_lengths="work", exchange_units=3),
             "in exchange units, so --seq-length = 64 must be a multiple of 3 tokens",
         ),
-        (plan(PP4), {"context_exchange": True, "slice_lengths": "work", "exchange_units": 0}, "whole number"),
-        (plan(PP4), {"context_exchange": True, "slice_lengths": "work", "exchange_units": "2"}, "exchange-units = '2'"),
-        (plan(PP4), {"slice_lengths": "long"}, "slice_lengths = 'long': must be one of"),
-        (plan(PP4), {"slice_keys_per_token": 10.0}, "goes with slices of equal work only"),
-        (plan(PP4), {"slice_lengths": "work", "slice_keys_per_token": 0.0}, "must be above 0"),
-        (EMPTY_CHUNK, {"context_exchange": True}, "a chunk has no layers.*layer by layer"),
+        (sliced(context_exchange=True, slice_lengths="work", exchange_units=0), "whole number"),
+        (sliced(context_exchange=True, slice_lengths="work", exchange_units="2"), "exchange-units = '2'"),
+        (sliced(slice_lengths="long"), "slice_lengths = 'long': must be one of"),
+        (sliced(slice_keys_per_token=10.0), "goes with slices of equal work only"),
+        (sliced(slice_lengths="work", slice_keys_per_token=0.0), "must be above 0"),
+        (sliced(EMPTY_CHUNK, context_exchange=True), "a chunk has no layers.*layer by layer"),
+        *((sliced(offload_activations=r), "a share above 0 and at most 1") for r in (0, -0.5, 1.5, True, "half")),
     ],
 )
-def test_exchange_refused(made: Plan, given: dict[str, Any], reason: str) -> None:
-    made = replace(made, schedule=ScheduleSpec("slimpipe", {"slices": 4, **given}))
+def test_numbers_and_exchange_refused(made: Plan, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_plan_alone(made)
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
-        ({"window_size": (64, 1)}, "--window-size = '64,1'.*none after"),
-        ({"window_size": (-1, 0)}, "--window-size.*before their own"),
-        ({"window_size": (64, 0), "reset_attention_mask": True}, "--reset-attention-mask.*forgets documents"),
-        ({"recompute_modules": ["mla_up_proj"], "multi_latent_attention": True}, "mla_up_proj"),
-        ({"position_embedding_type": "mrope"}, "positions of slices"),
-    ],
-)
-def test_options_refused(changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        check_cut(plan(PP4), arguments(**changed))
 
 
 @pytest.mark.parametrize("schedule", ["slimpipe", "seq1f1b", "terapipe"])
@@ -192,18 +168,30 @@ def test_context_parallel_plan() -> None:
     check_cut(made, arguments())
 
 
+def shared(more: str = "") -> Plan:
+    return plan(f"--context-parallel-size 2 {more}", slices=None, schedule="1f1b")
+
+
 @pytest.mark.parametrize(
-    ("more", "changed", "reason"),
+    ("made", "changed", "reason"),
     [
-        ("--seq-length 63", {}, r"stages\[0\].replicas\[0\].cp = 2.*multiple of 2 tokens, at least 4, not 63"),
-        ("", {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
-        ("", {"window_size": (8, 1)}, "none after"),
-        ("", {"cp_comm_type": ["a2a"]}, "--cp-comm-type.*a2a.*commuted context parallelism"),
+        (plan(PP4), {"attention_dropout": 0.1}, "--attention-dropout.*dropout inside attention"),
+        (plan(PP4), {"window_size": (64, 1)}, "--window-size = '64,1'.*none after"),
+        (plan(PP4), {"window_size": (-1, 0)}, "--window-size.*before their own"),
+        (
+            plan(PP4),
+            {"window_size": (64, 0), "reset_attention_mask": True},
+            "--reset-attention-mask.*forgets documents",
+        ),
+        (plan(PP4), {"recompute_modules": ["mla_up_proj"], "multi_latent_attention": True}, "mla_up_proj"),
+        (plan(PP4), {"position_embedding_type": "mrope"}, "positions of slices"),
+        (shared("--seq-length 63"), {}, r"stages\[0\].replicas\[0\].cp = 2.*multiple of 2 tokens, at least 4, not 63"),
+        (shared(), {"attention_dropout": 0.1}, "--attention-dropout.*context parallelism"),
+        (shared(), {"window_size": (8, 1)}, "none after"),
+        (shared(), {"cp_comm_type": ["a2a"]}, "--cp-comm-type.*a2a.*commuted context parallelism"),
     ],
 )
-def test_context_parallel_refused(more: str, changed: dict[str, Any], reason: str) -> None:
-    words = [*FLAGS, "--context-parallel-size", "2", *more.split()]
-    made, _ = plan_from_flags(words, 4, ScheduleSpec("1f1b"))
+def test_options_refused(made: Plan, changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_cut(made, arguments(**changed))
 
@@ -314,10 +302,3 @@ def test_split_vocabulary_divides_over_the_largest_tp_size() -> None:
     check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=130))
     with pytest.raises(PlanError, match="0 equal parts that 2 TP ranks divide"):
         check_feature("vocabulary", made, vocabulary_arguments(padded_vocab_size=131))
-
-
-@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, True, "half"])
-def test_offload_ratio_refused(ratio: Any) -> None:
-    made = replace(plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, "offload_activations": ratio}))
-    with pytest.raises(PlanError, match="a share above 0 and at most 1"):
-        check_feature("activation_offload", made, SimpleNamespace())

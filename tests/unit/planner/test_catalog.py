@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, PLAN
+from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, MODEL, PLAN
 from benchmarks.published.accuracy import reference_model, reference_profile
 from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
@@ -323,13 +323,6 @@ def test_names_that_are_refused() -> None:
     assert all(map(folder_problem, ("relative", "/a\nb", "/a%j", "/a\\b")))
 
 
-@pytest.mark.parametrize("hosts", [["n1", "n1"], ["n1", "N1"], ["n1", "n3"]])
-def test_one_host_in_one_place(hosts: list[str]) -> None:
-    nodes = [{**CLUSTER["nodes"][0], "hosts": hosts}, CLUSTER["nodes"][1]]
-    with pytest.raises(PlannerError, match="twice"):
-        cluster_from_document({**CLUSTER, "nodes": nodes}, "c.yaml")
-
-
 def _emit(tmp_path: Path, folder: str = "run", **launch: Any) -> Path:
     out = tmp_path / folder
     options = LaunchOptions(**{"run_dir": str(out), **launch})
@@ -406,15 +399,6 @@ def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Pat
 # Cluster and model files: bad input gets one error that names file, key and value.
 
 NODE = {"gpu": "A100-40", "count": 2, "gpus_per_node": 4}
-MODEL = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 256,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "seq_length": 128,
-    "global_batch_size": 16,
-}
 
 
 @pytest.mark.parametrize(
@@ -437,6 +421,10 @@ MODEL = {
         ([], "(document)", "mapping"),
         ({"nodes": [{**NODE, "hosts": "n1"}]}, "nodes[0].hosts", "a list, like [a, b]"),
         (None, "(document)", "c.yaml: expected a mapping with 'nodes:'"),
+        *(
+            ({**CLUSTER, "nodes": [{**CLUSTER["nodes"][0], "hosts": hosts}, CLUSTER["nodes"][1]]}, "nodes", "twice")
+            for hosts in (["n1", "n1"], ["n1", "N1"], ["n1", "n3"])
+        ),
     ],
 )
 def test_bad_clusters(document, key, text):

@@ -80,31 +80,27 @@ def test_given_attention_moves_to_the_helper() -> None:
     assert after.makespan_s < before.makespan_s
 
 
-def test_a_slow_helper_pays_its_own_speed() -> None:
-    """What is given away costs the helper's time per layer."""
-    shape = Shape.uniform(2, 1, slices=4)
+@pytest.mark.parametrize(
+    ("layers", "attention_s", "unit_s"),
+    [
+        (((1,), (1,)), (30.0, 10.0), 3.0),  # what is given away costs the helper's time per layer
+        (((1,), (3,)), (10.0, 30.0), 1.0),  # beside one layer, a third of the attention of three can move
+    ],
+)
+def test_a_helper_pays_its_own_speed_for_the_layers_of_the_smallest_chunk(
+    layers: tuple[tuple[int, ...], ...], attention_s: tuple[float, float], unit_s: float
+) -> None:
+    shape = replace(Shape.uniform(2, 1, slices=4), layers=layers)
     program = add_transfers(add_exchange(generate("slimpipe", shape), units=1, helping=True))
-    attention = ((30.0,), (10.0,))
-    result = simulate(program, Costs(((0.0,),) * 2, ((0.0,),) * 2, attention, attention))
-    helps = [e for e in result.events() if e.op.kind == Kind.ATTEND_HELP and e.device == 0]
-    assert helps
-    for event in helps:
-        assert event.end_s - event.start_s == pytest.approx(3.0 * (event.op.stop - event.op.start))
-
-
-def test_only_layers_that_the_smallest_chunk_has_are_exchanged() -> None:
-    """Of a chunk of three layers beside one of one layer, a third of the attention can move."""
-    shape = replace(Shape.uniform(2, 1, slices=4), layers=((1,), (3,)))
-    program = add_transfers(add_exchange(generate("slimpipe", shape), units=1, helping=True))
-    attention = ((10.0,), (30.0,))
+    attention = tuple((seconds,) for seconds in attention_s)
     events = list(simulate(program, Costs(((0.0,),) * 2, ((0.0,),) * 2, attention, attention)).events())
     helps = [e for e in events if e.op.kind == Kind.ATTEND_HELP and e.device == 0]
     gives = [op for op in program.ops[1] if op.kind == Kind.ATTEND_GIVE]
     assert helps and gives
     for event in helps:
-        assert event.end_s - event.start_s == pytest.approx(1.0 * (event.op.stop - event.op.start))
+        assert event.end_s - event.start_s == pytest.approx(unit_s * (event.op.stop - event.op.start))
     forwards = sum(e.end_s - e.start_s for e in events if e.op.kind == Kind.FORWARD and e.device == 1)
-    assert forwards == pytest.approx(30.0 - sum(op.stop - op.start for op in gives))
+    assert forwards == pytest.approx(attention_s[1] - sum(op.stop - op.start for op in gives))
 
 
 def test_causes_of_idle_time_add_up() -> None:
