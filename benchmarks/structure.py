@@ -126,10 +126,10 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 72_320,
-    "all_lines": 136_730,
+    "all_lines": 136_660,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_170,
+        "benchmarks": 15_095,
         "examples": 2_170,
         "megatron_het": 1_550,
         "megatron_het/arguments": 1_000,
@@ -145,7 +145,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
-        "tests": 40_780,
+        "tests": 40_765,
         "tools/planner": 23_500,
     },
 }

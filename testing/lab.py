@@ -95,14 +95,16 @@ class Lab:
 
     def reference(self, case: Case) -> Path:
         """The folder of the case's one-process run of stock Megatron."""
+        folder = self.shared / reference_name("one", *case.reference, self.steps)
+        return self.alone(case, folder, ("testing.probe:observe", {"out": str(folder), "gradients": True}))
+
+    def alone(self, case: Case, folder: Path, setup: tuple[str, dict[str, Any]], *more: str, **job: Any) -> Path:
+        """The folder of a run of stock Megatron in one process, which is done once."""
         weights, clip, extra = case.reference
-        folder = self.shared / reference_name("one", weights, clip, extra, self.steps)
         with made_once(folder) as is_missing:
             if is_missing:
-                flags = self.common_flags(weights, clip, extra)
-                setup = ("testing.probe:observe", {"out": str(folder), "gradients": True})
-                argv = (*flags, *self.start_flags(weights, extra))
-                self.runner.run(Job(folder.name, 1, argv, folder, setup=setup))
+                argv = (*self.common_flags(weights, clip, extra), *self.start_flags(weights, extra), *more)
+                self.runner.run(Job(folder.name, 1, argv, folder, setup=setup, **job))
         return folder
 
     def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:

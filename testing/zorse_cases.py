@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_het.plan import Plan, ScheduleSpec
 from testing.cases import LAYERS, STEPS, Case, build_plan, split_layers
-from testing.lab import OBSERVE, Lab, made_once, reference_name
+from testing.lab import OBSERVE, Lab, reference_name
 from testing.runner import Job, Runner
 
 Row = dict[str, Any]
@@ -201,17 +201,7 @@ class MinistageLab(Lab):
         setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
         if plan is not None:
             setup = ("testing.probe:observe_clipping_groups", {"out": str(folder), "plan": plan})
-        return self._saved(case, folder, setup)
-
-    def _saved(self, case: Case, folder: Path, setup: tuple[str, Row]) -> Path:
-        """The folder of a run of stock Megatron that saves its last parameters."""
-        weights, clip, extra = case.reference
-        with made_once(folder) as is_missing:
-            if is_missing:
-                flags = self.common_flags(weights, clip, extra)
-                argv = (*flags, *self.start_flags(weights, extra), *self._saving(folder))
-                self.runner.run(Job(folder.name, 1, argv, folder, timeout_s=600, setup=setup))
-        return folder
+        return self.alone(case, folder, setup, *self._saving(folder), timeout_s=600)
 
     def _saving(self, folder: Path) -> tuple[str, ...]:
         return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
@@ -236,7 +226,8 @@ class MinistageLab(Lab):
         Clipped by the norm of all gradients.
         """
         folder = self.shared / reference_name("one-other-digits", *case.reference, self.steps)
-        self._saved(case, folder, ("testing.probe:observe_other_digits", {"out": str(folder)}))
+        setup = ("testing.probe:observe_other_digits", {"out": str(folder)})
+        self.alone(case, folder, setup, *self._saving(folder), timeout_s=600)
         return self._difference(folder, self.reference(case))
 
     def _difference(self, folder: Path, other: Path) -> float:

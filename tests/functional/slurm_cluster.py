@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_processes import descendants
 from megatron_het.store import free_port
 
 _DAEMONS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sinfo", "scancel")
@@ -179,7 +180,7 @@ class SlurmCluster:
     def take_down(self, index: int) -> None:
         """A node fails: its slurmd, its steps and all that they have started are killed, and Slurm is told."""
         name, daemon = self._names[index], self._processes[1 + index][1]
-        doomed = {daemon.pid, *_descendants(daemon.pid), *self._steps_of(name)}
+        doomed = {daemon.pid, *descendants(daemon.pid), *self._steps_of(name)}
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -307,14 +308,6 @@ def _turn() -> Iterator[None]:
                     raise TimeoutError(f"{path}: another cluster has not ended for {_TURN_S:g} s") from None
                 time.sleep(0.2)
         yield
-
-
-def _descendants(pid: int) -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found |= {int(child), *_descendants(int(child))}
-    return found
 
 
 def _user() -> str:

@@ -28,7 +28,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
 from megatron_het.schedule import dumps
 from testing.combination_cases import PARAMETERS, are_of_two_schedules, case_of, features, pair_row
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, changed, context_parallel_plan, even_plan, uneven_plan
+from tests.unit.planner.emit_plans import KINDS, LAUNCH, MIDDLE, changed, context_parallel_plan, even_plan, uneven_plan
 from tools.planner.__main__ import main as het_plan
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
@@ -94,17 +94,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
     },
 }
 SHARED = {"nodes": [{"gpus": [{"type": "A100-40", "count": 2}, {"type": "V100-16", "count": 2}], "count": 1}]}
-_DENSE: dict[str, Any] = {
-    "num_layers": 6,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "num_attention_heads": 8,
-    "vocab_size": 8192,
-    "seq_length": 512,
-    "global_batch_size": 16,
-    "micro_batch_sizes": [1, 2],
-    "precision": "fp16",
-}
+_DENSE: dict[str, Any] = {**MIDDLE, "micro_batch_sizes": [1, 2], "precision": "fp16"}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _DENSE,
     "long": {**_DENSE, "seq_length": 16384, "num_query_groups": 2, "global_batch_size": 4, "micro_batch_sizes": [1]},

@@ -29,6 +29,7 @@ from megatron_het.lowering.ranks import segments, stride_of
 from megatron_het.plan import Cut
 from megatron_het.plan.placement import part_tokens, token_blocks
 from megatron_het.schedule.cutting import Starts
+from testing.groups import Group
 
 TOKENS, BATCH, HIDDEN = 24, 2, 16
 LENGTHS = ((24,), (12, 12), (9, 1, 2, 12), (1, 1, 22))
@@ -40,19 +41,6 @@ class Linear(torch.nn.Linear):
 
     def forward(self, source: torch.Tensor) -> Any:
         return super().forward(source), None
-
-
-class Group:
-    """A group of so many ranks, as the first one or another sees it."""
-
-    def __init__(self, size: int = 1, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
 
 CONFIG: dict[str, Any] = {

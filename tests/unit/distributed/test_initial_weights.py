@@ -19,14 +19,8 @@ from megatron_het.plan import Placement, Plan, Replica, Stage  # noqa: E402
 from megatron_het.plan.run_config import HetConfig  # noqa: E402
 from megatron_het.runtime.session import HetSession  # noqa: E402
 from testing.fp8_weights import quantised  # noqa: E402
+from testing.groups import Group  # noqa: E402
 from tests.unit.plan.test_plan import document, read  # noqa: E402
-
-
-class Group:
-    """A group of which this rank is the first member."""
-
-    def rank(self) -> int:
-        return 0
 
 
 class Model(torch.nn.Module):

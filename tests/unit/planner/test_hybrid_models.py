@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.configs import FILES
 from megatron_het.plan.schema import later_layers, layers_of, with_chunks
+from testing.planner_cases import LLAMA_8B
 from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at
 from tools.planner.costs.catalogcost import CatalogCosts
@@ -25,10 +26,7 @@ from tools.planner.search.methods import search
 from tools.planner.search.outcome import Goal
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
+    **LLAMA_8B,
     "vocab_size": 32000,
     "seq_length": 4096,
     "global_batch_size": 32,

@@ -2,12 +2,11 @@
 
 import pytest
 
-from testing.planner_cases import estimator_of, read_back
+from testing.planner_cases import estimator_of, model_of, read_back
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Goal
@@ -19,15 +18,8 @@ EQUAL = (("A100-40", 4),)
 
 def estimator(kinds: tuple[tuple[str, int], ...] = MIXED, batch: int = 97, **changes: object) -> Estimator:
     nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=n, network_bytes_per_s=100e9) for gpu, n in kinds)
-    shape = {
-        "num_layers": 12,
-        "hidden_size": 768,
-        "ffn_hidden_size": 3072,
-        "num_attention_heads": 12,
-        "seq_length": 512,
-    }
-    training = {"vocab_size": 32000, "global_batch_size": batch, "precision": "fp16", "recompute": ("none",)}
-    return estimator_of(Cluster(nodes=nodes), Model(**{**shape, **training, **changes}))
+    shape = {"layers": 12, "hidden": 768, "heads": 12, "tokens": 512, "precision": "fp16", "recompute": ("none",)}
+    return estimator_of(Cluster(nodes=nodes), model_of(**{**shape, "batch": batch, **changes}))
 
 
 def emitted_s(priced: Estimator, found: Found) -> float:

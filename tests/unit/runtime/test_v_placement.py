@@ -31,6 +31,7 @@ from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.validate import check_plan
 from megatron_het.runtime.building import PositionedLayout, know_positions
 from megatron_het.schedule.ir import SENDS, Kind
+from testing.groups import Group
 from tests.unit.plan.megatron_flags import flags
 
 
@@ -153,11 +154,6 @@ def test_groups_of_a_v() -> None:
     assert not [s for s in group_specs(Placement(looped)) if s.role == "loss"]
 
 
-class _Group:
-    def rank(self) -> int:
-        return 0
-
-
 class _End(torch.nn.Module):
     """The chunk of one end of the model, with its copy of the tied weights."""
 
@@ -182,8 +178,8 @@ def test_tied_weights_on_one_rank_are_summed_here(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ShardExchange, "copy_weights", note)
     monkeypatch.setattr(ShardExchange, "sum_gradients", note)
     placement = Placement(v_plan(((1, 1), (1, 1)), tied=True))
-    roles: Any = {role: _Group() for role in ("tp", "class", "ends")}
-    groups = PlanGroups(placement, 0, "gloo", _Group(), PairGroups(0, 1.0), roles)  # type: ignore[arg-type]
+    roles: Any = {role: Group() for role in ("tp", "class", "ends")}
+    groups = PlanGroups(placement, 0, "gloo", Group(), PairGroups(0, 1.0), roles)  # type: ignore[arg-type]
     chunks: list[torch.nn.Module] = [_End(3.0, 1.0), _End(0.0, 2.0)]
     finalizer = GradientFinalizer(groups, tied_embeddings=True)
     finalizer.copy_initial_weights(chunks)

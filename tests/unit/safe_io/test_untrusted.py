@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bad_input_cases import SPECIAL
 from megatron_het import safe_io
 
 
@@ -84,18 +85,7 @@ def test_yaml_that_is_read() -> None:
     }
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _link(target: str) -> Callable[[Path], None]:
-    return lambda path: path.symlink_to(target)
-
-
-SPECIAL = [_fifo, Path.mkdir, _link("/dev/zero"), _link("/dev/full"), _link("/proc/self/environ"), _link("special")]
-
-
-@pytest.mark.parametrize("make", SPECIAL)
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
 def test_special_files_are_neither_read_nor_written(make: Callable[[Path], Any], tmp_path: Path) -> None:
     path = tmp_path / "special"
     make(path)

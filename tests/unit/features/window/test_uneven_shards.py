@@ -9,26 +9,16 @@ import torch
 from megatron_het import device as platform
 from megatron_het.features.window.shards import divided, set_shares
 from megatron_het.plan.placement import ALIGNMENT
+from testing.groups import Group
 
 platform.activate()
-
-
-class _Group:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 def buffer_of(rank: int, shares: tuple[float, ...] | None) -> Any:
     """Two buckets of 512 and 256 elements; the second one begins with padding."""
     first, second, third = (torch.nn.Parameter(torch.zeros(n)) for n in (300, 212, 192))
     buffer = SimpleNamespace(
-        data_parallel_group=_Group(rank, 3 if shares is None else len(shares)),
+        data_parallel_group=Group(3 if shares is None else len(shares), rank),
         num_optimizer_shards=None,
         param_index_map={first: (0, 300, 0), second: (300, 512, 0), third: (576, 768, 1)},
         buckets=[

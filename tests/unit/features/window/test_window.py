@@ -15,6 +15,7 @@ from megatron_het.features.window.state import StageSums
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
+from testing.groups import Group
 from testing.zorse_cases import with_shares
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.runtime.test_ministages import ministage_plan
@@ -162,16 +163,6 @@ def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out
 # -- one chunk ---------------------------------------------------------------------------------
 
 
-class _Alone:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def fake_chunk() -> SimpleNamespace:
     """Two layers in one buffer of two buckets, as Megatron's DDP holds them."""
     module = torch.nn.Module()
@@ -188,7 +179,7 @@ def fake_chunk() -> SimpleNamespace:
             )
         )
     buffer = SimpleNamespace(param_data=whole, grad_data=gradients, buckets=buckets, reset=None)
-    return SimpleNamespace(module=module, buffers=[buffer], intra_dp_cp_group=_Alone())
+    return SimpleNamespace(module=module, buffers=[buffer], intra_dp_cp_group=Group())
 
 
 def test_a_closed_chunk_holds_no_device_memory_and_comes_back_unchanged() -> None:
@@ -316,7 +307,7 @@ def tied_chunk(pre_process: bool, gradient: torch.Tensor | None) -> Any:
     places = {other: (0, 2), model.embedding: (2, 6)}
     source = SimpleNamespace(params_list=list(places), param_to_index=places, grad_data=torch.zeros(6))
     bucket = SimpleNamespace(source=source, gradient=gradient)
-    group: Any = _Alone()
+    group: Any = Group()
     return SimpleNamespace(ddp=model, buckets=[bucket], parts=Parts(group))
 
 

@@ -8,20 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_het.features.window.shards import Parts, UnequalParts, parts_of, set_shares, shares_of
+from testing.groups import Group
 
 SHARES = (0.5, 0.0, 0.25, 0.25)
 RANKS = [3, 5, 6, 9]
-
-
-class _Group:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def size(self) -> int:
-        return len(RANKS)
-
-    def rank(self) -> int:
-        return self._rank
 
 
 class _Work:
@@ -57,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def parts(backend: str, rank: int) -> UnequalParts:
-    group: Any = _Group(rank)
+    group: Any = Group(len(RANKS), rank)
     group.backend = backend
     return UnequalParts(group, SHARES)
 
@@ -112,14 +102,14 @@ def test_on_nccl_one_grouped_collective_fills_and_sums_in_place(calls: list[Any]
 
 
 def test_shares_must_be_those_of_the_group(calls: list[Any]) -> None:
-    group: Any = _Group(0)
+    group: Any = Group(len(RANKS))
     group.backend = "gloo"
     with pytest.raises(ValueError, match="2 shares for a group of 4 ranks"):
         UnequalParts(group, (0.5, 0.5))
 
 
 def test_buffers_are_divided_equally_unless_told_otherwise(calls: list[Any]) -> None:
-    group: Any = _Group(0)
+    group: Any = Group(len(RANKS))
     group.backend = "gloo"
     buffers = [SimpleNamespace(), SimpleNamespace()]
     chunks = [SimpleNamespace(buffers=buffers), SimpleNamespace(buffers=[])]
