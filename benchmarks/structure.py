@@ -126,7 +126,7 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 72_320,
-    "all_lines": 136_660,
+    "all_lines": 136_650,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_095,
@@ -145,7 +145,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/plan": 2_000,
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
-        "tests": 40_765,
+        "tests": 40_750,
         "tools/planner": 23_500,
     },
 }
