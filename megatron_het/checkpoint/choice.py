@@ -446,19 +446,18 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         )
 
 
+WHICH_SCHEDULE = "Go on with this run's by --override-opt_param-scheduler, or else --use-checkpoint-opt_param-scheduler"
+
+
 def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
     """Refuse another learning rate than the checkpoint's, unless it is said which of them goes on."""
-    if getattr(args, "override_opt_param_scheduler", False) or getattr(
-        args, "use_checkpoint_opt_param_scheduler", False
-    ):
+    if any(getattr(args, f"{which}_opt_param_scheduler", False) for which in ("override", "use_checkpoint")):
         return
     for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style"):
         before, now = getattr(saved, name, None), getattr(args, name, None)
         if None not in (before, now) and before != now:
-            raise CheckpointError(
-                f"--{name.replace('_', '-')} = {now!r}: {folder} was saved with {before!r}. Go on with this run's by "
-                "--override-opt_param-scheduler, or with the checkpoint's by --use-checkpoint-opt_param-scheduler"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {WHICH_SCHEDULE}")
 
 
 def check_tracked_form(args: Any) -> None:

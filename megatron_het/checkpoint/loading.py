@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megatron_het.checkpoint.choice import (
+    WHICH_SCHEDULE,
     CheckpointError,
     agreed_problems,
     check_optimizer_state,
@@ -274,6 +275,7 @@ class LoadHook:
                 _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
                 translated(args, translation),
+                _with_a_remedy(),
             ):
                 iteration, flops = original(*positional, **keywords)
             if iteration and folder is not None and not args.finetune:
@@ -296,6 +298,24 @@ class LoadHook:
         keys = dist_checkpointing.serialization.load_sharded_metadata(path)
         if any(key.split("/")[0] == RANDOM_STATE_KEY for key in keys):
             restore_random_state(path)
+
+
+def _refuse(why: object) -> NoReturn:
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"megatron_het: {why}\n")
+        sys.stderr.flush()
+    raise SystemExit(2) from None
+
+
+@contextlib.contextmanager
+def _with_a_remedy() -> Iterator[None]:
+    """Another schedule than the checkpoint's ends in one line; Megatron fails on every rank and names no remedy."""
+    try:
+        yield
+    except AssertionError as error:
+        if not (words := str(error)).startswith("OptimizerParamScheduler: class input"):
+            raise
+        _refuse(f"--load: this run's{words.partition('input')[2]}; lengths are in samples. {WHICH_SCHEDULE}")
 
 
 def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:
@@ -334,10 +354,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
         if choice.tracker_is_broken and dist.get_rank() == 0:
             repair_tracker(Path(args.load), choice.candidate)
     except CheckpointError as error:
-        if dist.get_rank() == 0:
-            sys.stderr.write(f"megatron_het: {error}\n")
-            sys.stderr.flush()
-        raise SystemExit(2) from None
+        _refuse(error)
     dist.barrier()
     shown = {"ckpt_step": choice.candidate.iteration, "non_persistent_ckpt_type": None}
     return choice.candidate.folder, translation, shown if choice.candidate.persistent else {}

@@ -2,15 +2,17 @@
 
 import contextlib
 import io
+import itertools
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_het import device as platform
 from megatron_het import megatron_patches as upstream
 from megatron_het.doctor.check import Answers, Check, Finding, Names, Seat, ranks_by
-from megatron_het.plan import PlanError
+from megatron_het.plan import Placement, PlanError
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Flags(Check):
             return {"needed": needed, "missing": {}, "problems": [], "given": False}
         upstream.install("stock")
         missing, problems = problems_of(seat.flags, device)
+        stage = Placement(seat.plan).locate(seat.rank).stage
+        problems += unseen_data(seat.flags) if stage in (0, len(seat.plan.stages) - 1) else []
         return {"needed": needed, "missing": missing, "problems": problems, "given": True}
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
@@ -48,6 +52,14 @@ class Flags(Check):
             if len(ranks) < len(answers)
         ]
         return found or [self.ok("all ranks", "flags that the machines need: " + (", ".join(needs) or "none"))]
+
+
+def unseen_data(flags: tuple[str, ...]) -> list[str]:
+    """Data sets of ``--data-path`` that this machine does not have; the first and the last stage read them."""
+    after = flags[flags.index("--data-path") + 1 :] if "--data-path" in flags else ()
+    named = [word for word in itertools.takewhile(lambda word: word[:2] != "--", after) if "://" not in word]
+    gone = [w for w in named if "/" in w and not Path(w).exists() and not Path(f"{w}.idx").exists()]
+    return [f"--data-path: there is no {word}.idx" for word in gone]
 
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:

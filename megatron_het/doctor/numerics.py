@@ -186,11 +186,10 @@ class Numerics(Check):
         plan = tiny_plan(seat.plan)
         # Processes end in time to be named by what they wrote, not by this rank's silence.
         deadline_s = time.monotonic() + self.limit_s - 8.0
-        runs = {
-            "plan": _start(
-                "plan", plan, machine, seat=seat, port=_port(seat), rank=seat.rank, world_size=len(seat.hosts)
-            )
-        }
+        if seat.rank == 0:
+            seat.store.put("port", free_port())  # on its host, where the tiny training meets
+        port = int(hear(seat.store, "port", 20.0))
+        runs = {"plan": _start("plan", plan, machine, seat=seat, port=port, rank=seat.rank, world_size=len(seat.hosts))}
         alike = [r for s in seat.plan.stages for q in s.replicas for r in q.ranks if q.device_of(r) == seat.kind]
         if seat.rank == min(alike):  # one rank per kind of device trains alone
             runs["alone"] = _start(
@@ -271,13 +270,6 @@ def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
         found = {words[0]: words for rank in ranks for words in hear(seat.store, f"flags/{rank}", 30.0)}
         seat.store.put("flags", [word for words in found.values() for word in words])
     return list(hear(seat.store, "flags", 40.0))
-
-
-def _port(seat: Seat) -> int:
-    """A port on the host of rank 0, where the tiny training meets."""
-    if seat.rank == 0:
-        seat.store.put("port", free_port())
-    return int(hear(seat.store, "port", 20.0))
 
 
 def _start(

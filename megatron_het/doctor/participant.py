@@ -204,18 +204,14 @@ def table(findings: Sequence[Finding], elapsed_s: float) -> str:
         # Sorting is stable: faults first, each kind in the order of the check.
         rows.sort(key=lambda f: (Status.FAULT, Status.NOT_RUN, Status.WARNING, Status.OK).index(f.status))
         for finding in rows[:_MOST_ROWS]:
-            lines += _row(finding)
+            text = f"{finding.where}: {finding.what}" + (f". {finding.hint}" if finding.hint else "")
+            wrapped = textwrap.wrap(one_line(text, 600), _WIDTH - 21, break_long_words=True) or [""]
+            lines.append(f"{finding.check:11} {finding.status:8} {wrapped[0]}")
+            lines += [" " * 21 + line for line in wrapped[1:]]
         if len(rows) > _MOST_ROWS:
             lines.append(f"{name:11} {'':8} ... and {len(rows) - _MOST_ROWS} more rows; --json has all of them")
     lines += ["-" * _WIDTH, f"verdict: {verdict(findings)} ({elapsed_s:.0f} s)"]
     return "\n".join(lines)
-
-
-def _row(finding: Finding) -> list[str]:
-    text = f"{finding.where}: {finding.what}" + (f". {finding.hint}" if finding.hint else "")
-    wrapped = textwrap.wrap(one_line(text, 600), _WIDTH - 21, break_long_words=True) or [""]
-    head = f"{finding.check:11} {finding.status:8} {wrapped[0]}"
-    return [head, *(" " * 21 + line for line in wrapped[1:])]
 
 
 def to_json(findings: Sequence[Finding], code: int, elapsed_s: float, figures: dict[str, Any]) -> dict[str, Any]:

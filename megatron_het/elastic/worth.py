@@ -139,7 +139,10 @@ def describe(status: Mapping[str, Any] | None) -> str:
     if changes and (before := changes[0]["generation"] - 1) > 0:
         lines.append(f"  {before} change{'s' * (before > 1)} before")
     for entry in changes:
-        lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}{_pause(entry)}")
+        # The pause is from the end of the generation before to the first iteration that is done.
+        steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values() if told["times"]]
+        pause = f"{max(steps) - entry['stopped']:.1f} s to the end of the first iteration" if steps else "under way"
+        lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}, {pause}")
     if status.get("under_way") and not status.get("over"):
         lines.append(f"  a change begins: {status['under_way']}; all ranks leave their session")
     strangers = status.get("strangers", {})
@@ -178,12 +181,6 @@ def _generation(status: Mapping[str, Any]) -> list[str]:
         f"generation {number} ({why}): plan {plan_hash(plan)}, {plan.schedule.name}, "
         f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)} of {stages} ranks"
     ]
-
-
-def _pause(entry: Mapping[str, Any]) -> str:
-    """From the end of the generation before to the first iteration that is done."""
-    steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values() if told["times"]]
-    return f", {max(steps) - entry['stopped']:.1f} s to the end of the first iteration" if steps else ", under way"
 
 
 CHANGE_S = 10.0  # what a change is taken to cost before one was seen, but for what grows with the job

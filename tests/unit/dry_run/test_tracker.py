@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +27,9 @@ from megatron_het.dry_run.tracker import (
 KIB = 1024
 
 
-def layers() -> Iterator[torch.nn.Module]:
-    yield from (torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-
-
 def train(tracker: Tracker) -> Peak:
     """A forward and a backward as two operations, in the last of two iterations."""
-    network = torch.nn.Sequential(*layers())
+    network = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     source = torch.ones(16, 64)
     for _ in range(2):
         tracker.start_iteration()

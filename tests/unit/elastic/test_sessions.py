@@ -287,10 +287,6 @@ def test_the_next_turn_lets_go_of_the_state_in_host_memory_and_knows_of_signals_
 # What a worker does once is not done again in a change.
 
 
-class Thing:
-    """Has a source."""
-
-
 def test_sources_are_found_once(monkeypatch: pytest.MonkeyPatch):
     asked, original = [], inspect.getsource
 
@@ -301,8 +297,8 @@ def test_sources_are_found_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inspect, "getsource", getsource)
     for _ in range(2):
         workers.remember_sources()
-        assert "Has a source." in inspect.getsource(Thing)
-    assert asked == [Thing]
+        assert "Stands for connections" in inspect.getsource(Connections)
+    assert asked == [Connections]
 
 
 def test_configurations_are_parsed_once_and_nothing_else(monkeypatch: pytest.MonkeyPatch):

@@ -53,11 +53,6 @@ def test_the_head_counts_as_much_as_where_it_is_done():
             assert bounds.seconds(limits) >= model.global_batch_size * (model.num_layers + head) / rate
 
 
-def used(estimator: Estimator, candidate: Candidate) -> tuple[int, ...]:
-    gpus = candidate.gpus()
-    return tuple(gpus.get(pool, 0) for pool in range(len(estimator.cluster.nodes)))
-
-
 # No plan that keeps to the model file is below the bound of its GPUs, nor of the cluster's: unequal passes, context and
 # expert parallelism, exchange.
 
@@ -170,7 +165,7 @@ def bounds_of(estimator: Estimator, schedules: tuple[str, ...], objective: str =
 
 def check_bound(estimator: Estimator, candidate: Candidate, seconds: float) -> None:
     """The bounds of all schedules and of the plan's own, on the plan's GPUs."""
-    limits = used(estimator, candidate)
+    limits = tuple(candidate.gpus().get(pool, 0) for pool in range(len(estimator.cluster.nodes)))
     usd = seconds * sum(estimator.price[pool] * n for pool, n in enumerate(limits))
     for schedules in (tuple(SCHEDULES), (candidate.schedule,)):
         bounds = bounds_of(estimator, schedules)

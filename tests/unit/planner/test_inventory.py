@@ -261,16 +261,11 @@ def test_a_known_name_and_a_wrong_one(folder: Path, capsys: pytest.CaptureFixtur
 NOTHING = (None, False, "", [], argparse.SUPPRESS)
 
 
-def with_defaults(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Options that mean something when they are not given."""
-    return [action for action in parser._actions if action.option_strings and action.default not in NOTHING]
-
-
 def test_every_option_of_emit_shows_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["emit", "--help"])
     shown = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
-    found = with_defaults(parser_of("emit"))
+    found = [a for a in parser_of("emit")._actions if a.option_strings and a.default not in NOTHING]
     assert {"--out", "--lr", "--save-interval", "--python"} <= {action.option_strings[-1] for action in found}
     launch = LaunchOptions(run_dir="")  # has the defaults of options that are for Slurm only
     assert all(f"(default{getattr(launch, name)}" in shown for name in ("time_limit", "notice_s", "at_time_limit"))
