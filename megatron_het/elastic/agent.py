@@ -122,7 +122,7 @@ class Agent:
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        self._has_met = self._waits = False  # the controller has ever answered; it was said that it has not
+        self._has_met = self._waits = False  # the controller has ever answered; what waits was said
         self._away_since_s: float | None = None
         self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
         self._workers: list[_Worker] = []
@@ -204,7 +204,7 @@ class Agent:
         except StoreError as error:
             self._miss(error)
             return None
-        self._has_met, self._away_since_s = True, None
+        self._has_met, self._away_since_s, self._waits = True, None, False
         if away is not None:
             self._say("the controller answers again")
         return over
@@ -221,7 +221,8 @@ class Agent:
         is_over = not self._workers and bool(self._codes) and not any(self._codes)
         is_over = is_over or (self._to_leave and now_s - self._asked_s > timeout_s)
         if (is_over and away_s > timeout_s) or (self._to_leave and not self._has_met):
-            if self._workers:
+            if self._workers and not self._waits:  # once: they take a while to end
+                self._waits = True
                 self._say(f"the controller has not answered for {away_s:.0f} s: this node leaves without it")
             for worker in self._workers:
                 worker.process.kill()

@@ -349,16 +349,22 @@ def test_an_agent_goes_on_without_the_controller_and_finds_it_elsewhere(
 
 @pytest.mark.usefixtures("sleepers")
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_node_that_is_to_leave_waits_for_no_controller(has_begun: bool, tmp_path: Path) -> None:
+def test_a_node_that_is_to_leave_waits_for_no_controller(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """SIGTERM while the controller was away was never obeyed, and before it was there after ``--timeout-s`` only."""
     board = ServedBoard("127.0.0.1", 0, TOKEN)
-    agent = agent_of(tmp_path, port=board.port)
+    said = list[str]()
+    agent = agent_of(tmp_path, said.append, board.port)
     if has_begun:
         board.start()
         agent._meet()
     board.close()
     agent._ask_to_leave()
+    for worker in agent._workers:  # it takes a while to end
+        monkeypatch.setattr(worker.process, "poll", iter([None] * 5 + [-9] * 9).__next__)
     assert agent.run() == 0
+    assert sum("this node leaves without it" in line for line in said) == has_begun
 
 
 def test_another_token_ends_an_agent_at_once(tmp_path: Path) -> None:
