@@ -125,8 +125,8 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 72_320,
-    "all_lines": 136_650,
+    "product_lines": 71_830,
+    "all_lines": 135_985,
     "package_lines": BUDGET
     | {
         "benchmarks": 15_095,
@@ -146,7 +146,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "tests": 40_750,
-        "tools/planner": 23_500,
+        "tools/planner": 23_000,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up."""

@@ -140,7 +140,15 @@ def completion(options: argparse.Namespace) -> int:
     """Print the script of ``options.shell``, made from the parsers themselves."""
     import shtab
 
-    for name, parser in _parsers().items():
+    from megatron_het.doctor import __main__ as doctor
+    from megatron_het.elastic import __main__ as elastic
+
+    run = elastic.parser_of()
+    commands = run.add_subparsers()
+    for name, text in elastic.COMMANDS.items():
+        commands.add_parser(name, help=text, parents=[elastic.parser_of(name)], add_help=False)
+    parsers = {"het-plan": parser_of_all(COMMANDS), "het-run": run, "het-doctor": doctor.parser_of()}
+    for name, parser in parsers.items():
         parser.prog = name
         for action in _actions(parser):
             if str(action.metavar).endswith(_FILES) or action.type is Path:
@@ -149,18 +157,6 @@ def completion(options: argparse.Namespace) -> int:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         sys.stdout.write(shtab.complete(parser, options.shell) + "\n")
     return 0
-
-
-def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """By program."""
-    from megatron_het.doctor import __main__ as doctor
-    from megatron_het.elastic import __main__ as elastic
-
-    run = elastic.parser_of()
-    commands = run.add_subparsers()
-    for name, text in elastic.COMMANDS.items():
-        commands.add_parser(name, help=text, parents=[elastic.parser_of(name)], add_help=False)
-    return {"het-plan": parser_of_all(COMMANDS), "het-run": run, "het-doctor": doctor.parser_of()}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -47,7 +47,7 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document
 from tools.planner.inputs.packing import Seat, components, place
 from tools.planner.replay.replan import _split
-from tools.planner.search.outcome import cluster_text
+from tools.planner.search.outcome import file_text
 
 WAIT_S = 30.0
 
@@ -260,7 +260,7 @@ def test_the_file_is_a_group_for_every_kind(tmp_path: Path) -> None:
     ]
     assert [(n.network_bytes_per_s, n.host_memory_bytes) for n in made.nodes] == [(8e9, 4e9), (4e9, 2e9)]
     assert made.total_gpus == 12
-    assert cluster_from_document(json.loads(cluster_text(made)), "kept.yaml") == made
+    assert cluster_from_document(json.loads(file_text(made)), "kept.yaml") == made
     alone = cluster_from_document({"nodes": [{"gpus": [{"type": "T4", "count": 4}], "count": 1}]}, "c.yaml")
     assert alone == cluster_from_document({"nodes": [{"gpu": "T4", "count": 1, "gpus_per_node": 4}]}, "c.yaml")
 
@@ -346,7 +346,7 @@ def test_agents_of_an_elastic_job_know_the_kind_of_every_slot(tmp_path: Path) ->
 
 
 def test_what_is_left_of_a_cluster_keeps_its_nodes() -> None:
-    document = json.loads(cluster_text(cluster(2)))
+    document = json.loads(file_text(cluster(2)))
     pool = [Process(i, "a", A100) for i in range(4)] + [Process(9, "a", V100), Process(10, "b", V100)]
     left = cluster_from_document(limited(document, pool), "left.yaml")
     assert [(n.gpu, n.count, n.gpus_per_node, bool(n.shared_node)) for n in left.nodes] == [
@@ -366,7 +366,7 @@ def test_a_slow_gpu_stays_in_its_node() -> None:
         (V100, 1, (2, 3), ("n1",)),
         (V100, 1, (2, 3), ("n2",)),
     ]
-    assert cluster_from_document(json.loads(cluster_text(split)), "split.yaml").nodes == split.nodes
+    assert cluster_from_document(json.loads(file_text(split)), "split.yaml").nodes == split.nodes
 
 
 def test_transfers_inside_of_a_node_do_not_use_the_network() -> None:

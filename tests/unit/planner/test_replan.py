@@ -20,7 +20,7 @@ from tools.planner.replay.command import _tables, limited
 from tools.planner.replay.measured import DeviceTimes, Times, find_files, load_watched
 from tools.planner.replay.replan import _factors, correct, estimator_of, predicted_s, replan
 from tools.planner.report.tables import say
-from tools.planner.search.outcome import Goal, cluster_text, model_text
+from tools.planner.search.outcome import Goal, file_text
 
 Said = pytest.CaptureFixture[str]
 
@@ -107,8 +107,8 @@ def _folder(tmp_path: Path) -> Path:
     plan = runs.pipeline(4, 4)
     slow = runs.follow(plan, lambda i, rank: 2.0 if rank == 1 and i >= 15 else 1.0)
     save_plan(plan, tmp_path / "plan.json")
-    (tmp_path / "cluster.yaml").write_text(cluster_text(processors(2)), encoding="utf-8")
-    (tmp_path / "model.yaml").write_text(model_text(runs.MODEL), encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(file_text(processors(2)), encoding="utf-8")
+    (tmp_path / "model.yaml").write_text(file_text(runs.MODEL), encoding="utf-8")
     save_profile(runs.profile(), tmp_path / "profile.json")
     (tmp_path / "ranks").mkdir()
     runs.watched(plan, slow, tmp_path / "ranks")

@@ -171,13 +171,8 @@ def plan(options: argparse.Namespace) -> int:
     if tight and not estimator.model.sequence_parallel:
         tables.append("sequence_parallel is false in the model: with true, plans with TP need less memory and time.")
     tables += [] if options.profile else [DATASHEETS.format(command())]
-    say(
-        body,
-        options,
-        *tables,
-        f"wrote {options.out}; search took {outcome.cpu_s:.2f} s"
-        + (" and was interrupted: this is the best so far" if outcome.interrupted else ""),
-    )
+    ended = " and was interrupted: this is the best so far" if outcome.interrupted else ""
+    say(body, options, *tables, f"wrote {options.out}; search took {outcome.cpu_s:.2f} s{ended}")
     return 0
 
 
@@ -346,12 +341,9 @@ def profile(options: argparse.Namespace) -> int:
             "links": len(found.links),
             "complete": found.complete,
         }
-        say(
-            body,
-            options,
-            f"wrote {options.out}: {body['timings']} layer timings on {', '.join(d.kind for d in found.devices)}, "
-            f"{body['links']} links",
-        )
+        kinds = ", ".join(d.kind for d in found.devices)
+        said = f"wrote {options.out}: {body['timings']} layer timings on {kinds}, {body['links']} links"
+        say(body, options, said)
     return 0
 
 
@@ -376,7 +368,7 @@ def emit(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
-    from ..report.html import check_page, page_of_search, written
+    from ..report.html import check_page, page_of_search
 
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
@@ -398,13 +390,14 @@ def explain(options: argparse.Namespace) -> int:
         estimator, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
     )
     lines = [*bound_lines(outcome, goal), *[f"- {text}" for text in body["binding"]]]
-    say(body | page, options, *summary_tables(body), *lines, *runners, more, *written(page))
+    written = [f"wrote {file}" for file in page.values()]
+    say(body | page, options, *summary_tables(body), *lines, *runners, more, *written)
     return 0
 
 
 def compare(options: argparse.Namespace) -> int:
     """The plan against an even split, single GPU types and single schedules."""
-    from ..report.html import check_page, page_of_search, written
+    from ..report.html import check_page, page_of_search
 
     check_page(options)
     estimator, goal = estimator_from(options), goal_from(options)
@@ -416,7 +409,8 @@ def compare(options: argparse.Namespace) -> int:
     shown = plans_tables("Comparison", "what", rows)
     page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
     lines = bound_lines(outcome, goal)
-    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *lines, *written(page))
+    written = [f"wrote {file}" for file in page.values()]
+    say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *lines, *written)
     return 0
 
 

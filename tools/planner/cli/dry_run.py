@@ -196,7 +196,6 @@ def run_ranks(
     """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
 
     Args:
-        flags: Megatron's, of the plan.
         limit_s: Seconds for each rank.
         kernels: ``gpu``, ``local`` or ``cpu``.
         bound_s: Seconds for all of them with the start.
@@ -419,9 +418,6 @@ def _is_off() -> bool:
 class Verifier:
     """Dry runs of finalists, within a bound of time.
 
-    Args:
-        limit_s: Seconds that all dry runs together may take.
-
     Raises:
         PlannerError: A model that a dry run cannot train.
     """
@@ -445,10 +441,6 @@ class Verifier:
 
     def verified(self, estimator: Estimator, outcome: Outcome, search: Search) -> Verified:
         """The first finalist of which no dry run needs more than a GPU has.
-
-        Args:
-            outcome: Of the search; with a plan.
-            search: Called for another search with a smaller margin.
 
         Raises:
             PlannerError: Every finalist needs more than its GPUs have.

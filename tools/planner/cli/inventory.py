@@ -110,7 +110,6 @@ def catalog_name(text: str, memory_bytes: float | None = None) -> Named | None:
 
     Args:
         text: For example ``NVIDIA A100-SXM4-80GB``, ``a100`` or ``nvidia_h100_80gb_hbm3``.
-        memory_bytes: Memory of the GPU, when known.
     """
     plain = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
     for word, sizes in _BY_MEMORY.items():
@@ -260,14 +259,6 @@ def _gpus_of(gres: str) -> list[tuple[str, int]]:
     return found
 
 
-def host_names(text: str) -> tuple[str, ...]:
-    """Names from ``n1,n2`` or ``n[01-16,20]``; raises PlannerError for anything else."""
-    try:
-        return tuple(dict.fromkeys(expanded_hosts(text)))
-    except ValueError as error:
-        raise PlannerError("command line", "--hosts", text, str(error)) from None
-
-
 def _main_memory() -> float | None:
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -321,20 +312,18 @@ def init(options: argparse.Namespace) -> int:
         "unknown": todo,
         "left_out": left_out,
     }
-    say(body, options, *_lines(found, source, options.out), *_left_out(left_out))
+    more = f" and {len(left_out) - 20} more" if len(left_out) > 20 else ""
+    without = [f"Left out, because no job gets them now: {', '.join(left_out[:20])}{more}"] if left_out else []
+    say(body, options, *_lines(found, source, options.out), *without)
     return 0
-
-
-def _left_out(nodes: Sequence[str]) -> list[str]:
-    if not nodes:
-        return []
-    more = f" and {len(nodes) - 20} more" if len(nodes) > 20 else ""
-    return [f"Left out, because no job gets them now: {', '.join(nodes[:20])}{more}"]
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     """Returns what there is, who says so, and which nodes cannot be used now."""
-    hosts = host_names(options.hosts) if options.hosts else ()
+    try:
+        hosts = tuple(dict.fromkeys(expanded_hosts(options.hosts))) if options.hosts else ()
+    except ValueError as error:
+        raise PlannerError("command line", "--hosts", options.hosts, str(error)) from None
     for flag, value, problem in (
         ("--gpus-per-node", not options.gpu and options.gpus_per_node, "does nothing without --gpu"),
         ("--from", options.gpu and options.source != "auto" and options.source, "does nothing with --gpu"),
@@ -347,7 +336,12 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
         seen = Seen(options.gpu, Named(options.gpu), options.gpus_per_node or 8)
         return [Nodes((seen,), len(hosts) or 1, hosts)], "the command line", []
     if options.source in ("auto", "slurm") and not hosts:
-        nodes_of_slurm = _from_slurm(options)
+        try:
+            nodes_of_slurm = slurm_nodes()
+        except PlannerError:  # where nobody insists on Slurm and there are GPUs, that it does not answer is no error
+            if options.source == "slurm" or not this_machine():
+                raise
+            nodes_of_slurm = None
         if nodes_of_slurm and nodes_of_slurm[0]:
             return nodes_of_slurm[0], "sinfo", nodes_of_slurm[1]
         if options.source == "slurm":
@@ -361,16 +355,6 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     problem = f"no GPU was found: {asked}"
     hint = f"Run it on a node with GPUs or where Slurm's commands work. {_ASK_NOBODY}"
     raise PlannerError("command line", "--from", options.source, problem, hint)
-
-
-def _from_slurm(options: argparse.Namespace) -> tuple[list[Nodes], list[str]] | None:
-    """Nodes that Slurm lists; where nobody insists on Slurm, one that does not answer is no error if there are GPUs."""
-    try:
-        return slurm_nodes()
-    except PlannerError:
-        if options.source == "slurm" or not this_machine():
-            raise
-        return None
 
 
 def cluster_text(found: Sequence[Nodes], source: str) -> str:

@@ -247,9 +247,7 @@ def _stage(
     """One stage of the plan, and what is expected of its ranks.
 
     Args:
-        routes: Microbatches of each of its replicas.
         fastest: Layers per second of the fastest replica of all.
-        rank: The stage's first rank.
     """
     layers, groups = candidate.stages[s]
     replicas: list[Replica] = []
@@ -444,13 +442,9 @@ def _check_parts(plan: Plan, cluster: Cluster, seated: list[list[list[Seat]]], f
         for q, replica in enumerate(stage.replicas):
             nodes = [cluster.nodes[seat.pool] for seat in seated[s][q][:: replica.tp]]
             if any(cluster.link(a, b)[2] for a, b in combinations(nodes, 2) if a is not b):
-                raise PlannerError(
-                    file,
-                    f"stages[{s}].replicas[{q}].cp",
-                    replica.cp,
-                    "its ranks are in regions between which bytes have a price, and there are no figures for that",
-                    "Only emit and the training take such plans",
-                )
+                key, hint = f"stages[{s}].replicas[{q}].cp", "Only emit and the training take such plans"
+                problem = "its ranks are in regions between which bytes have a price, and there are no figures for that"
+                raise PlannerError(file, key, replica.cp, problem, hint)
 
 
 def _check_expert_tensor_parallel(plan: Plan, file: str) -> None:
@@ -473,9 +467,8 @@ def _depths(parameters: dict[str, Any], stages: int, file: str) -> tuple[int, ..
     value = parameters.get("depths", [])
     whole = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
     if not whole or len(value) not in (0, stages - 1):
-        raise PlannerError(
-            file, "schedule.parameters.depths", value, f"must be a list of {stages - 1} positive whole numbers"
-        )
+        problem = f"must be a list of {stages - 1} positive whole numbers"
+        raise PlannerError(file, "schedule.parameters.depths", value, problem)
     return tuple(value)
 
 

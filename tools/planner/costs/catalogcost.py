@@ -60,9 +60,6 @@ def layer_work(
 
     Args:
         tokens: Tokens of one rank before division by TP (with CP: its part of the sequences).
-        ep: Parts over which the experts are divided.
-        experts: Whether this layer has experts (of a model that does).
-        expert_tp: Ranks that cut one expert.
         heads: What a rank of a recurrent layer scans over ``tokens``: context-parallel ranks divide its heads evenly.
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
@@ -174,7 +171,7 @@ class CatalogCosts:
         return tuple(t for t in fitting if all(x is None or x.divides(t) for x in (m.mamba, m.delta_net)))
 
     def max_batch(self, gpu: str, tp: int) -> int:
-        """Unlimited."""
+        """Largest micro batch with figures: unlimited."""
         return 1 << 20
 
     def fused(self, gpu: str) -> bool:
@@ -185,7 +182,7 @@ class CatalogCosts:
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
-        """By the formula of ``activation_bytes`` for slices and for whole sequences."""
+        """Kept activations of a layer in slices, whose attention keeps no matrices, over those of whole sequences."""
         sliced = whole = 0.0
         counted = kinds or self.model.kinds
         models = [(count, self.model.of_kind(kind)) for kind, count in counted] or [(1, self.model)]
@@ -201,7 +198,7 @@ class CatalogCosts:
         return self._of_kind[kind]
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
-        """GPUs do not slow each other down."""
+        """Time of a pass while other devices wait over that while all are busy: GPUs do not slow each other down."""
         return 1.0
 
     def update_s(self, gpu: str, parameters: float) -> float:

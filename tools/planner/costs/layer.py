@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..inputs.catalog import Gpu
 from ..inputs.model import Model
@@ -267,8 +267,6 @@ def catalog_uncertainty(model: Model, gpus: Collection[str], sliced: bool = Fals
     """Relative error of times that was seen for plans of this kind.
 
     Args:
-        gpus: Kinds in use.
-        sliced: Whether sequences run in slices.
         fitted: Whether the runtime's kernels are those of published runs.
     """
     found = EXPERTS if model.experts is not None else SLICED if sliced else DENSE
@@ -351,31 +349,6 @@ def most_tp(model: Model) -> int:
 GRANULARITIES = ("none", "selective", "full")  # of recomputation; others name one or more parts of a layer
 
 
-class LayerCosts(Protocol):
-    """Where the cost model gets the figures of single layers."""
-
-    def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
-        """Expected relative error of times on these kinds of GPU, for reports."""
-
-    def tp_sizes(self, gpu: str) -> tuple[int, ...]:
-        """TP sizes for which there are figures."""
-
-    def max_batch(self, gpu: str, tp: int) -> int:
-        """Largest micro batch with figures."""
-
-    def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
-        """Figures of one layer."""
-
-    def alone_share(self, gpu: str, batch: int, tp: int) -> float:
-        """Time of a pass while other devices of the machine wait, over its time while all are busy."""
-
-    def update_s(self, gpu: str, parameters: float) -> float:
-        """Optimizer step over so many parameters on one rank."""
-
-    def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
-        """Kept activations of a layer under SlimPipe, as a share of the others': its attention keeps no matrices."""
-
-
 def activation_bytes(
     model: Model,
     kind: LayerKind,
@@ -395,7 +368,6 @@ def activation_bytes(
 
     Args:
         cp: The tokens of a sequence over those that the rank holds.
-        expert_tp: Ranks that cut one expert, 0 for all of the TP group.
     """
     e, s, h = model.element_bytes, model.seq_length, model.hidden_size
     tokens = batch * s / cp

@@ -19,7 +19,6 @@ from .layer import (
     PROFILED,
     Counted,
     LayerCost,
-    LayerCosts,
     Runtime,
     Spread,
     Uncertainty,
@@ -107,7 +106,6 @@ def pass_at(points: Sequence[LayerTiming], kind: Kind, batch: int, overhead: flo
 
     Args:
         points: Of this kind, or of the same without recomputation; by micro batch size.
-        overhead: See ``Runtime.profile_overhead_s``.
     """
     forward = _at(points, batch, lambda t: t.forward_s, overhead)
     backward = _at(points, batch, lambda t: t.backward_s, overhead)
@@ -155,7 +153,6 @@ class SlicePrices:
 
     Args:
         slices: Of each kind, by tokens of each sequence in a pass.
-        overhead: See ``Runtime.profile_overhead_s``.
     """
 
     def __init__(
@@ -451,3 +448,7 @@ def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCos
     fixed = {f"fixed_{name}": getattr(measured, f"fixed_{name}") * ratio(name) for name in names[:2]}
     found = {name: getattr(measured, name) * ratio(name) for name in names} | fixed
     return LayerCost(parameters=round(measured.parameters * part.parameters / whole.parameters), **found)
+
+
+LayerCosts = CatalogCosts | MeasuredCosts
+"""Where the cost model gets the figures of single layers."""

@@ -15,7 +15,8 @@ from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
 from .candidate import Candidate, Estimate, Group, Passes, SequencePart, StageTimes, layers_at
-from .layer import MEGATRON_HET, LayerCost, LayerCosts, Runtime, Spread
+from .layer import MEGATRON_HET, LayerCost, Runtime, Spread
+from .layercost import LayerCosts
 from .unit import Unit, mixed, unit_of_kinds, unit_of_parts
 
 # Seconds for moving activations between stages and for summing gradients inside a stage.
@@ -123,7 +124,6 @@ class Network:
         ring of ``d`` replicas are a ``d``-th of a rank's gradients.
 
         Args:
-            groups: The replicas.
             rank_bytes: Gradient bytes of one rank of each group.
             share: 0.5 for a reduce-scatter or an all-gather alone.
         """
@@ -195,11 +195,7 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
 
 
 class OperatingPoints:
-    """Costs of one cluster and model.
-
-    Args:
-        memory_margin: Share of a GPU's memory that a plan may use.
-    """
+    """Costs of one cluster and model."""
 
     writes_plans = True  # whether candidates are to be written as plans, which have a bound on passes per iteration
 
@@ -442,7 +438,6 @@ class OperatingPoints:
 
         Args:
             size: Bytes of an equal part of ``cp``.
-            local: Whether they share a node.
         """
         units = cp * min(a.count, b.count)
         if not (a.parts or b.parts):

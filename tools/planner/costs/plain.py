@@ -135,11 +135,7 @@ Doubles = NDArray[np.float64]
 
 
 def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
-    """Returns what replicas compute, in order; None where the program has further operations. Raises PlannerError.
-
-    Args:
-        inputs: Of the plan's generator (``generator_inputs``).
-    """
+    """Returns what replicas compute, in order; None where the program has further operations. Raises PlannerError."""
     try:
         program = assemble_compute(plan, inputs)
     except PlanError as error:
@@ -165,7 +161,6 @@ def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> fl
 
     Args:
         orders: Of every device, forwards and backwards.
-        costs: Those of :func:`can_price`.
 
     Raises:
         PlannerError: The operations wait for each other.

@@ -39,7 +39,6 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     """Figures per device.
 
     Args:
-        estimator: Prices links and layers.
         whole: Decides over whom parameters are gathered and gradients reduced.
     """
     model, batch = estimator.model, whole.micro_batch_size
@@ -385,15 +384,8 @@ class _Block:
         self._pipelines: Pipelines | None = None
         inputs = programs.generator_inputs(self._plan) if is_plain else None
         if inputs is not None:
-            costs = _priced(
-                estimator,
-                candidate,
-                candidate.block(),
-                estimate=estimate,
-                plan=self._plan,
-                seated=self._seats,
-                program=None,
-            )
+            block = candidate.block()
+            costs = _priced(estimator, candidate, block, estimate=estimate, plan=self._plan, seated=self._seats)
             self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
 
     def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
@@ -470,12 +462,8 @@ def _quick_s(
     """The iteration time of a plan by ``plain.py``, or simulated where its program does more than compute."""
     inputs = programs.generator_inputs(plan)
     if inputs is not None:
-        seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
-        assert seated is not None  # the plan has been made of it
         parts = schedule_of(candidate).slice_parts(estimator.model, plan)
-        costs = _priced(
-            estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, program=None, parts=parts
-        )
+        costs = _priced(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)
         shape, speeds, parameters = inputs
         seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
         if seconds is not None:
@@ -492,8 +480,6 @@ def with_costs(
     """The plan with the costs of its operations, for the run to compare itself with; raises PlannerError."""
     assert plan.predicted is not None
     program = program_of(plan)
-    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
-    assert seated is not None  # the plan has been made of it
     costs = _priced(estimator, candidate, candidate, estimate=estimate, plan=plan, seated=seated, program=program)
     return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
 
@@ -530,11 +516,13 @@ def _priced(
     candidate: Candidate,
     estimate: Estimate,
     plan: Plan,
-    seated: Seats,
-    program: Program | None,
+    seated: Seats | None,
+    program: Program | None = None,
     parts: Parts = (),
 ) -> Costs:
     """The costs of a plan and of its features; without a program, of those that need none."""
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert seated is not None  # the plan has been made of it
     costs = costs_of(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)
     if program is not None:
         figures = figures_of(estimator, whole, devices_of(estimator, candidate, plan, seated))

@@ -183,9 +183,7 @@ def moved_bytes(
     a microbatch's last slice on, while the next one's slices take its place.
 
     Args:
-        s: Its stage.
         held: Microbatches whose activations it holds.
-        mine: Its microbatches.
         logits: Bytes that the output layer keeps, of all slices of one.
         portion: The part of every sequence that it has.
     """
@@ -243,9 +241,7 @@ def _memory(
     """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally.
 
     Args:
-        u: Its figures.
         part: All context-parallel ranks of its kind, as :meth:`Candidate.parts_of` says.
-        portion: The part of every sequence that it has.
     """
     runtime, schedule, has_head = estimator.runtime, schedule_of(candidate), s == candidate.head_stage
     layers, groups = candidate.stages[s]
@@ -351,9 +347,7 @@ def stages_of(
     Most candidates of a search differ from others in a stage or two, so every stage is priced once.
 
     Args:
-        blocks: Equal pipelines of the candidate.
         total: Microbatches of one of them.
-        transfers: Seconds of one transfer over each boundary.
     """
     c, last = candidate, candidate.head_stage
     in_turn = estimator.runtime.transfers_in_turn

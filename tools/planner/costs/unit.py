@@ -73,8 +73,6 @@ class Unit:
         """One pass of one microbatch through each chunk of a stage.
 
         Args:
-            first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
-            back: The backward.
             fixed_s: Host time of every operation.
         """
         each = self.pass_b if back else self.pass_f

@@ -28,6 +28,7 @@ from ..errors import PlannerError
 from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, NodeGroup, load_cluster
 from ..inputs.files import check_target, write_text
+from ..inputs.model import Model
 from ..inputs.packing import Node, Seat, components, place, seat_replicas, whole_kind
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
@@ -88,7 +89,10 @@ def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -
     for device in profile.devices:
         found = [t for t in device.timings if t.layer == "layer" and t.tp == 1 and not t.context_tokens]
         if found:
-            layers.append(_layer(device.kind, min(found, key=distance)))
+            best = min(found, key=distance)
+            same = ("micro_batch_size", "recompute", "forward_s", "backward_s")
+            figures: dict[str, Any] = {name: getattr(best, name) for name in same}
+            layers.append(LayerExpectation(kind=device.kind, tokens=best.slice_tokens, **figures))
     return Expectations(plan_hash(plan), links, tuple(layers), shape)
 
 
@@ -112,17 +116,6 @@ def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) 
     rate, latency_s, _ = cluster.link(a, b)
     streams = [node.stream_bytes_per_s for node in (a, b) if node.stream_bytes_per_s is not None]
     return LinkExpectation(first, second, latency_s, min([rate, *streams]))
-
-
-def _layer(kind: str, timing: LayerTiming) -> LayerExpectation:
-    return LayerExpectation(
-        kind=kind,
-        micro_batch_size=timing.micro_batch_size,
-        tokens=timing.slice_tokens,
-        recompute=timing.recompute,
-        forward_s=timing.forward_s,
-        backward_s=timing.backward_s,
-    )
 
 
 @dataclass(slots=True)
@@ -149,13 +142,10 @@ def emit(
     """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
 
     Args:
-        out: A folder, made when it is missing.
         kinds: Groups of nodes by name (``node_kinds``).
         groups: Megatron flags besides those of the plan, by purpose.
         launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
         expected: What the doctor compares with, where it goes first (``launch.doctor``).
-        elastic: Of an elastic job, which is written besides.
-        turns: Of a training whose batch size changes.
 
     Raises:
         PlannerError: No run can have the plan, or it does not fit the nodes.
@@ -244,12 +234,8 @@ def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> di
     return {name: out / name for name in (*plans, *texts)}
 
 
-def run(options: argparse.Namespace, model: Any, cluster: Any) -> Emitted:
+def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
     """Carry out the command.
-
-    Args:
-        model: A ``tools.planner.inputs.model.Model``.
-        cluster: A ``tools.planner.inputs.cluster.Cluster``.
 
     Raises:
         PlannerError: A bad plan, a plan of another model or cluster, a bad option.
@@ -307,12 +293,8 @@ LOCAL_LAYERS = (
 DEFAULT_BUILD = "cu130"  # the wheels of PyTorch that this project's requirements install
 
 
-def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[list[str], list[str]]:
+def device_arguments(plan: Plan, cluster: Cluster, extra: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags that the plan's kinds of GPU ask for, and notes on what must be installed on them.
-
-    Args:
-        plan: Its replicas name their kinds.
-        cluster: A ``tools.planner.inputs.cluster.Cluster``.
 
     Raises:
         PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks; kinds are of several vendors.
@@ -342,7 +324,7 @@ def device_arguments(plan: Plan, cluster: Any, extra: Sequence[str]) -> tuple[li
     return flags, notes
 
 
-def turns_of(options: argparse.Namespace, model: Any, first: Plan) -> Turns | None:
+def turns_of(options: argparse.Namespace, model: Model, first: Plan) -> Turns | None:
     """Returns the plans of ``--step-batch-size-schedule`` besides the first; raises PlannerError."""
     if not options.step_batch_size_schedule:
         return None

@@ -57,63 +57,17 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
 def checked_sbatch(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
 ) -> str:
-    """The script of a plan and the others; raises PlannerError.
-
-    Args:
-        plan: The first plan.
-        nodes: Its launch.
-    """
-    if launch.container and launch.container.runtime != "apptainer":
-        problem = (
-            f"{launch.container.runtime} starts containers for steps only; the controller runs in the batch script"
-        )
-        raise PlannerError("emit", "--container-runtime", launch.container.runtime, problem, "Use apptainer")
-    check_elastic(plan, nodes, kinds, launch, elastic)
-    return _job(nodes, kinds, replace(launch, environment=elastic_environment(plan, launch, elastic)), elastic)
-
-
-def check_elastic(
-    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
-) -> None:
-    """Check that the plans are of one training, and that the job's nodes can run each; raises PlannerError."""
-    if launch.doctor:
-        problem = "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes"
-        hint = "Leave one of --doctor and --elastic out; a job of its own can check the nodes"
-        raise PlannerError("emit", "--doctor", True, problem, hint)
-    pool = [
-        Process(i * 4096 + slot, f"node {i}", device)
-        for i, node in enumerate(nodes)
-        for slot, device in enumerate(devices_of(node, kinds))
-    ]
-    for file, other in elastic.more:
-        for key, value, first in (
-            ("model", other.model, plan.model),
-            ("training.global_batch_size", other.training.global_batch_size, plan.training.global_batch_size),
-            ("training.precision", other.training.precision, plan.training.precision),
-        ):
-            if value != first:
-                raise PlannerError(
-                    file, key, str(value), f"the first plan has {first}", "Give plans for one training (--plans)"
-                )
-        if assign(other, pool) is None:
-            raise PlannerError(
-                file,
-                "stages",
-                None,
-                f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
-                + ", ".join(
-                    f"{n} x {device}" for node in nodes for device, n in Counter(devices_of(node, kinds)).items()
-                ),
-                "Give the plan that needs most nodes first",
-            )
-
-
-def _job(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchOptions, elastic: ElasticOptions) -> str:
     """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
 
     Slurm leaves the job alone when a node fails (``--no-kill``), queues it again when the first node fails
-    (``--requeue``), and tells the batch script before its time is over (``--signal``).
+    (``--requeue``), and tells the batch script before its time is over (``--signal``).  Raises PlannerError.
     """
+    if launch.container and launch.container.runtime != "apptainer":
+        runtime = launch.container.runtime
+        problem = f"{runtime} starts containers for steps only; the controller runs in the batch script"
+        raise PlannerError("emit", "--container-runtime", runtime, problem, "Use apptainer")
+    check_elastic(plan, nodes, kinds, launch, elastic)
+    options = replace(launch, environment=elastic_environment(plan, launch, elastic))
     parts = components(nodes, kinds)
     plain = not plain_obstacle(nodes, kinds)
     parts = parts if plain else _leader_first(parts)
@@ -136,6 +90,35 @@ def _job(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options: LaunchO
         features=features_of(parts, kinds) if plain else [],
         agents=[_agent(part, kinds, *group) for part, group in zip(parts, groups, strict=True)],
     )
+
+
+def check_elastic(
+    plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
+) -> None:
+    """Check that the plans are of one training, and that the job's nodes can run each; raises PlannerError."""
+    if launch.doctor:
+        problem = "checks the ranks of one plan, and an elastic job starts one task per node, whose plan changes"
+        hint = "Leave one of --doctor and --elastic out; a job of its own can check the nodes"
+        raise PlannerError("emit", "--doctor", True, problem, hint)
+    pool = [
+        Process(i * 4096 + slot, f"node {i}", device)
+        for i, node in enumerate(nodes)
+        for slot, device in enumerate(devices_of(node, kinds))
+    ]
+    for file, other in elastic.more:
+        for key, value, first in (
+            ("model", other.model, plan.model),
+            ("training.global_batch_size", other.training.global_batch_size, plan.training.global_batch_size),
+            ("training.precision", other.training.precision, plan.training.precision),
+        ):
+            if value != first:
+                hint = "Give plans for one training (--plans)"
+                raise PlannerError(file, key, str(value), f"the first plan has {first}", hint)
+        if assign(other, pool) is None:
+            there = [f"{n} x {device}" for node in nodes for device, n in Counter(devices_of(node, kinds)).items()]
+            problem = f"its {other.world_size} ranks do not fit the job's nodes, which are those of the first plan: "
+            hint = "Give the plan that needs most nodes first"
+            raise PlannerError(file, "stages", None, problem + ", ".join(there), hint)
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[str]:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_het.families import LATENT_SPEC, pipeline_layout
 from megatron_het.features import features_of
@@ -15,7 +16,7 @@ from megatron_het.plan.validate import PARTS
 from ..costs.schedules import STOCK
 from ..inputs.files import comment, default_of
 from ..inputs.model import Model
-from ..inputs.model_parts import Experts, FlagValue, flag_words
+from ..inputs.model_parts import PART_ARGUMENTS, Experts, FlagValue, flag_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> 
     if model.pattern:  # which says both numbers of layers
         del found["num-layers"]
         found["hybrid-layer-pattern"] = model.pattern
-        found |= _recurrent_flags(options)
+        found |= _size_flags("mamba", options.mamba) | _size_flags("delta_net", options.delta_net)
     found |= layer_flags(model)
     if options.fp8:  # every GPU with fp8 has this recipe
         found |= {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
@@ -84,17 +85,10 @@ def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> 
     return flag_words(found | options.flags) + (["--spec", *LATENT_SPEC] if plain else [])
 
 
-def _recurrent_flags(options: Model) -> dict[str, FlagValue]:
-    found: dict[str, FlagValue] = {}
-    if options.mamba is not None:
-        x = options.mamba
-        found |= {"mamba-num-heads": x.heads, "mamba-head-dim": x.head_size}
-        found |= {"mamba-num-groups": x.groups, "mamba-state-dim": x.state_size}
-    if options.delta_net is not None:
-        y = options.delta_net
-        found |= {"linear-num-key-heads": y.key_heads, "linear-num-value-heads": y.value_heads}
-        found |= {"linear-key-head-dim": y.key_size, "linear-value-head-dim": y.value_size}
-    return found
+def _size_flags(part: str, sizes: Any) -> dict[str, FlagValue]:
+    """Flags of the sizes of a part of the model, where it has the part; a size of 0 has none."""
+    found = {name: getattr(sizes, size, 0) for size, (name, _) in PART_ARGUMENTS[part].items()}
+    return {name.replace("_", "-"): value for name, value in found.items() if value}
 
 
 def _attention_flags(options: Model) -> dict[str, FlagValue]:
@@ -105,13 +99,8 @@ def _attention_flags(options: Model) -> dict[str, FlagValue]:
         if options.window_period:
             found["window-attn-skip-freq"] = options.window_period
     if options.latent is not None:
-        x = options.latent
         found["multi-latent-attention"] = True
-        if x.query_rank:
-            found["q-lora-rank"] = x.query_rank
-        found |= {"kv-lora-rank": x.key_value_rank, "qk-head-dim": x.nope_size}
-        found |= {"qk-pos-emb-head-dim": x.rope_size, "v-head-dim": x.value_size}
-    return found
+    return found | _size_flags("latent", options.latent)
 
 
 def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
@@ -252,7 +241,6 @@ def args_sh(
         plan_file: Path of plan.json as ranks see it.
         groups: Flags by name, e.g. ``{"MODEL": [...], "TRAINING": [...]}``.
         elastic: Whether there is ``ELASTIC_ARGS`` as well, for an elastic job, whose plan changes.
-        turns: The other plans of a training whose batch size changes.
     """
     arrays = {f"{name}_ARGS": list(words) for name, words in groups.items()}
     arrays["PLAN_ARGS"] = plan_arguments(plan, turns.batch_sizes if turns else "")

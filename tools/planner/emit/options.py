@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import check_expert_parallel
 from megatron_het.plan import Plan, PlanError
 from megatron_het.safe_io import add_options, count
@@ -22,31 +21,12 @@ from ..errors import PlannerError, from_plan_error
 from ..inputs import files
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model
-from ..inputs.model_parts import MODEL_FLAGS, TRAINING_FLAGS, FlagValue
+from ..inputs.model_parts import MANAGED_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, FlagValue
 from ..inputs.packing import Node
 from .flags import Turns
 from .pods import PodOptions, Target
 from .scripts import AtTimeLimit, Container, LaunchOptions
 
-_MANAGED = (
-    # Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them.
-    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "group-query-attention"),
-    *("num-query-groups", "seq-length", "encoder-seq-length", "max-position-embeddings", "normalization"),
-    *("kv-channels", "num-experts", "moe-router-topk", "moe-ffn-hidden-size", "moe-layer-freq"),
-    *("moe-shared-expert-intermediate-size", "expert-model-parallel-size", "expert-tensor-parallel-size"),
-    *("window-size", "window-attn-skip-freq", "multi-latent-attention", "q-lora-rank", "kv-lora-rank"),
-    *("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
-    *("position-embedding-type", "swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
-    *("micro-batch-size", "global-batch-size", "step-batch-size-schedule"),
-    *("calculate-per-token-loss", "bf16", "fp16", "sequence-parallel"),
-    *("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
-    *("use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable", "train-iters", "train-samples"),
-    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "pipeline-model-parallel-layout"),
-    *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"),
-    *(flag.removeprefix("--") for feature in FEATURES for flag in feature.sets),
-    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "het-plan", "het-schedule"),
-    *("save", "save-interval", "load", "finetune", "ckpt-format", "exit-on-missing-checkpoint", "lr", "yaml-cfg"),
-)
 _MOST = 10**12
 _START_LIMIT_S = 300.0
 _WEIGHTS = (
@@ -81,9 +61,6 @@ def to_fill_in(words: Sequence[str]) -> list[str]:
 
 def check_start(words: Sequence[str], world_size: int) -> list[str]:
     """Send a training's flags through Megatron's own parser and the checks of a start, in a process of its own.
-
-    Args:
-        world_size: Processes of the job.
 
     Returns:
         Why nothing was checked, where Megatron is not installed or does not answer.
@@ -166,9 +143,6 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
 def check_told_apart(kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Check that Slurm can tell nodes with different GPUs apart; else stages for one kind may land on the other.
 
-    Args:
-        kinds: Those of the launch.
-
     Returns:
         What the reader should know where the cluster file has no settings of Slurm at all.
 
@@ -240,7 +214,6 @@ def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyTy
     """The words of ``--extra``.
 
     Args:
-        text: As it was given.
         model_flags: Those that the model file says; what they decide of the model is not for ``--extra``.
 
     Raises:
@@ -254,11 +227,7 @@ def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyTy
         raise PlannerError("emit", "--extra", text, f"cannot be split into words: {error}") from None
     if words and not words[0].startswith("-"):
         raise PlannerError("emit", "--extra", words[0], "is no flag: the first word must begin with --")
-    _check_contradictions(words, [*_MANAGED, *(set(model_flags) - TRAINING_FLAGS)])
-    return words
-
-
-def _check_contradictions(words: Sequence[str], managed_flags: Sequence[str]) -> None:
+    managed_flags = [*MANAGED_FLAGS, *(set(model_flags) - TRAINING_FLAGS)]
     for word in words:
         name = word.split("=", 1)[0].removeprefix("--")
         if not word.startswith("--") or not name:
@@ -268,6 +237,7 @@ def _check_contradictions(words: Sequence[str], managed_flags: Sequence[str]) ->
         if managed is not None:
             problem = f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it"
             raise PlannerError("emit", "--extra", word, problem, _instead(managed))
+    return words
 
 
 def training_group(options: argparse.Namespace) -> list[str]:
@@ -299,33 +269,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--python": ("python", "", "interpreter on the nodes (default %(default)s)"),
         "--cpus-per-task": (
             None, "N", "with Slurm: cores of a rank (default: a node's ranks share its cores)", {"type": int}),
-    })
-    add_site_arguments(parser)
-    add_options(parser, {
-        "--doctor": (False, "", "the scripts check the nodes before they train; see docs/doctor.md"),
-        "--elastic": (
-            False, "", "write elastic.sbatch too: the job goes on under another plan when a node goes down, and after "
-            "it was queued again; see docs/elastic.md"),
-        "--plans": (
-            [], "FILE", "with --elastic: further plans, the best one first; for nodes that none of them fits, one is "
-            "searched. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
-        "--profile": (
-            None, "FILE", "profile.json that the plan was made from: --doctor compares devices with it, and replan "
-            "corrects it"),
-        "--extra": ("", "FLAGS", "further Megatron flags in one string: data, tokenizer, logging, ..."),
-    })
-
-
-def add_site_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what an administrator asks of a job."""
-    for key, text in (
-        ("qos", "quality of service"),
-        ("reservation", "reservation"),
-        ("licenses", "licences, like name:4"),
-        ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
-    ):
-        parser.add_argument(f"--{key}", default="", help=f"Slurm's {text}; where the cluster file does not say it")
-    add_options(parser, {
+        **{f"--{key}": ("", "", f"Slurm's {text}; where the cluster file does not say it") for key, text in (
+            ("qos", "quality of service"),
+            ("reservation", "reservation"),
+            ("licenses", "licences, like name:4"),
+            ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
+        )},
         "--exclusive": (
             None, "", "nodes for this job alone (default: where all GPUs of a node are used and its cores are not "
             "known)", {"action": argparse.BooleanOptionalAction}),
@@ -352,6 +301,17 @@ def add_site_arguments(parser: argparse.ArgumentParser) -> None:
             {"choices": ("pyxis", "apptainer")}),
         "--container-mounts": (
             [], "DIR", "with Slurm: folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]", {"nargs": "+"}),
+        "--doctor": (False, "", "the scripts check the nodes before they train; see docs/doctor.md"),
+        "--elastic": (
+            False, "", "write elastic.sbatch too: the job goes on under another plan when a node goes down, and after "
+            "it was queued again; see docs/elastic.md"),
+        "--plans": (
+            [], "FILE", "with --elastic: further plans, the best one first; for nodes that none of them fits, one is "
+            "searched. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
+        "--profile": (
+            None, "FILE", "profile.json that the plan was made from: --doctor compares devices with it, and replan "
+            "corrects it"),
+        "--extra": ("", "FLAGS", "further Megatron flags in one string: data, tokenizer, logging, ..."),
     })
 # fmt: on
 

@@ -101,7 +101,9 @@ def render(
 ) -> dict[str, str]:
     """Returns the files of a launch without Slurm, by name; raises PlannerError."""
     check_pods(parts, kinds, launch, pods)
-    texts = {} if elastic is None else {ELASTIC_SCRIPT: elastic_script(launch, elastic)}
+    texts = {}
+    if elastic is not None:
+        texts[ELASTIC_SCRIPT] = script(ELASTIC_SCRIPT, launch, note="One pod of an elastic job.", how=how(elastic))
     roles = _roles(parts, kinds, launch, pods, elastic is not None)
     documents = [_jobset(roles, launch, pods, elastic is not None)]
     if pods.target == "skypilot":
@@ -252,8 +254,3 @@ def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any
         "envs": dict(role.environment),
         "run": _command("SKYPILOT_NODE_RANK", elastic) + "\n",
     }
-
-
-def elastic_script(launch: LaunchOptions, elastic: ElasticOptions) -> str:
-    """Returns what a pod of an elastic job runs."""
-    return script(ELASTIC_SCRIPT, launch, note="One pod of an elastic job.", how=how(elastic))

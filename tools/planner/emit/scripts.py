@@ -214,7 +214,6 @@ def _train_sbatch(
     """A job whose tasks are the ranks.
 
     Args:
-        name: Of the file.
         values: Of the template that differ between heterogeneous and plain jobs.
     """
     ranks = task_ranks(parts)

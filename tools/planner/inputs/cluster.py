@@ -29,11 +29,14 @@ def _in_bytes(value: float) -> float:
 Rate = Annotated[float, Field(gt=0), AfterValidator(_in_bytes)]
 
 
-def _name(value: str | None) -> str | None:
-    """A name that people choose: one short line of characters that can be shown."""
-    if value is not None and (problem := text_problem(value) or ("" if value.strip() else "is blank")):
+def _as_name(value: str) -> str:
+    if problem := text_problem(value) or ("" if value.strip() else "is blank"):
         raise ValueError(problem)
     return value
+
+
+Name = Annotated[str, AfterValidator(_as_name)]
+"""A name that people choose: one short line of characters that can be shown."""
 
 
 class SlurmSettings(Strict):
@@ -88,12 +91,12 @@ MeasuredRate = tuple[Annotated[int, Field(ge=1, le=1024)], Positive, Positive]
 class NodeGroup(Strict):
     """Equal nodes."""
 
-    gpu: str  # kind of GPU, from the catalog or from ``gpus:`` of the file
+    gpu: Name  # kind of GPU, from the catalog or from ``gpus:`` of the file
     count: int = Field(ge=1, le=MAX_GPUS)  # nodes of this kind (the quota)
     gpus_per_node: int = Field(ge=1, le=1024)
     # zone, region: where they are; region defaults to the zone without its last ``-part``
-    zone: str = "local"
-    region: str | None = None
+    zone: Name = "local"
+    region: Name | None = None
     network_bytes_per_s: Rate = 12.5e9  # network bandwidth of a whole node, one direction
     # main memory of a node that training may use for what it offloads; None = not known: twice the GPUs'
     host_memory_bytes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -124,11 +127,6 @@ class NodeGroup(Strict):
     devices: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = ()
     kubernetes: KubernetesSettings = KubernetesSettings()
     skypilot: SkypilotSettings = SkypilotSettings()
-
-    @field_validator("gpu", "zone", "region")
-    @classmethod
-    def _is_name(cls, value: str | None) -> str | None:
-        return _name(value)
 
     @field_validator("hosts")
     @classmethod
@@ -198,7 +196,7 @@ class ZoneLink(Strict):
 class Cluster(Strict):
     """A cluster file."""
 
-    name: str = "cluster"
+    name: Name = "cluster"
     nodes: tuple[NodeGroup, ...] = Field(min_length=1, max_length=MAX_GROUPS)
     links: tuple[ZoneLink, ...] = Field(default=(), max_length=MAX_LINKS)
     gpus: dict[str, Gpu] = Field(default_factory=dict)
@@ -217,11 +215,6 @@ class Cluster(Strict):
         if sum(node.count * node.gpus_per_node for node in nodes) > MAX_GPUS:
             raise ValueError(f"more than {MAX_GPUS} GPUs")
         return nodes
-
-    @field_validator("name")
-    @classmethod
-    def _is_name(cls, value: str) -> str | None:
-        return _name(value)
 
     @model_validator(mode="after")
     def _regions(self) -> "Cluster":

@@ -212,13 +212,9 @@ class Model(BaseModel):
 
     def _check_lost(self, file: str) -> None:
         for key, reason in self.lost.items():
-            raise PlannerError(
-                file,
-                key,
-                None,
-                f"{reason}, so Megatron would train another model",
-                "A plan can be made and priced; to train another model on purpose, write a model file (docs/models.md)",
-            )
+            problem, hint = f"{reason}, so Megatron would train another model", "A plan can be made and priced; "
+            hint += "to train another model on purpose, write a model file (docs/models.md)"
+            raise PlannerError(file, key, None, problem, hint)
 
     @property
     def kv_size(self) -> int:
@@ -378,9 +374,9 @@ class Model(BaseModel):
         """Returns what documents leave of the attention of whole sequences."""
         if self.document_lengths is None:
             return 1.0
-        return model_parts.share_left(
-            self.document_lengths, self.seq_length, self.attention_window, self.windowed_layers
-        )
+        window = self.attention_window, self.windowed_layers
+        shares = model_parts.shares_left(self.document_lengths, self.seq_length, *window)
+        return sum(shares) / len(shares)
 
     @property
     def can_split_vocabulary(self) -> bool:
@@ -434,9 +430,8 @@ class Model(BaseModel):
         if (self.experts or self.delta_net) is not None and not self.sequence_parallel:
             what = "experts" if self.experts is not None else "gated delta nets"
             problem = f"with {what} Megatron trains TP under sequence parallelism only"
-            raise PlannerError(
-                file, "sequence_parallel", False, problem, "Set sequence_parallel to true and plan again"
-            )
+            hint = "Set sequence_parallel to true and plan again"
+            raise PlannerError(file, "sequence_parallel", False, problem, hint)
 
     @property
     def profiled(self) -> ProfiledModel:
@@ -457,21 +452,23 @@ class Model(BaseModel):
             experts = ProfiledExperts(x.count, x.top_k, *widths, dense=x.dense_layers > 0)
         if latent is not None:
             attention = ProfiledLatent(**latent.model_dump())
+        same = (
+            "name",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "vocab_size",
+            "seq_length",
+            "precision",
+        )
         return ProfiledModel(
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
+            **{name: getattr(self, name) for name in same},
             num_query_groups=self.groups,
-            vocab_size=self.vocab_size,
-            seq_length=self.seq_length,
-            precision=self.precision,
-            name=self.name,
             head_size=self.head_size or 0,
             experts=experts,
             latent=attention,
             window=self.attention_window or 0 if self.windowed_layers else 0,
             windowed=self.windowed_layers == 1,
-            sequence_parallel=self.sequence_parallel,
             kinds="".join(sorted(kind for kind, _ in self.kinds)),
         )
 

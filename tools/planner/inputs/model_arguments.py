@@ -10,7 +10,7 @@ from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, MODEL_SIZES, withou
 from megatron_het.safe_io.reading import Inert, read_pickled
 
 from ..errors import PlannerError, from_file_error
-from .model_parts import MODEL_FLAGS, FlagValue, are_first, pattern_text
+from .model_parts import MODEL_FLAGS, PART_ARGUMENTS, FlagValue, are_first, pattern_text
 
 Config = Mapping[str, Any]
 
@@ -121,22 +121,15 @@ def _hybrid(arguments: Mapping[str, Any], number: Callable[..., Any]) -> dict[st
         return {}
     found: dict[str, Any] = {"pattern": without_chunks(pattern)}
     if MAMBA in pattern:
-        size = number("mamba_head_dim", 64)
-        heads = number("mamba_num_heads") or 2 * number("hidden_size") // size
-        found["mamba"] = {
-            "heads": heads,
-            "head_size": size,
-            "groups": number("mamba_num_groups", 8),
-            "state_size": number("mamba_state_dim", 128),
-        }
+        mamba = found["mamba"] = _sizes("mamba", number)
+        mamba["heads"] = mamba["heads"] or 2 * number("hidden_size") // mamba["head_size"]
     if GATED_DELTA_NET in pattern:
-        found["delta_net"] = {
-            "key_heads": number("linear_num_key_heads", 16),
-            "value_heads": number("linear_num_value_heads", 32),
-            "key_size": number("linear_key_head_dim", 128),
-            "value_size": number("linear_value_head_dim", 128),
-        }
+        found["delta_net"] = _sizes("delta_net", number)
     return found
+
+
+def _sizes(part: str, number: Callable[..., Any]) -> dict[str, Any]:
+    return {size: number(*argument) for size, argument in PART_ARGUMENTS[part].items()}
 
 
 def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: Config) -> dict[str, Any]:
@@ -167,11 +160,5 @@ def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: C
         else:
             found["windowed_layers"] = 1 - 1 / period if period else 1.0
     if latent:
-        found["latent"] = {
-            "query_rank": number("q_lora_rank", 0),
-            "key_value_rank": number("kv_lora_rank"),
-            "nope_size": number("qk_head_dim"),
-            "rope_size": number("qk_pos_emb_head_dim"),
-            "value_size": number("v_head_dim"),
-        }
+        found["latent"] = _sizes("latent", number)
     return found

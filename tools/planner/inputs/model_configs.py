@@ -13,6 +13,7 @@ from megatron_het.plan.schema import EXPERTS as SPARSE
 from megatron_het.plan.schema import layers_of
 
 from ..errors import PlannerError
+from .files import comment
 from .model_families import (
     EXPERTS,
     FAMILIES,
@@ -72,7 +73,7 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     found = {
         "flags": reading.flags,
         "lost": reading.lost,
-        "unread": [*(_shown(key, config[key]) for key in unread), *reading.notes],
+        "unread": [*(comment(f"{key} = {config[key]!r}")[:200] for key in unread), *reading.notes],
     }
     return reading.document | {key: value for key, value in found.items() if value}
 
@@ -87,11 +88,6 @@ def _apply(rule: Rule, reading: Reading) -> None:
         given = [key for key in map(reading.key, rule.keys) if key in reading.config]
         problem = f"one of these has a value of another type than these files have: {error}"
         raise PlannerError(reading.file, ", ".join(given), None, problem) from None
-
-
-def _shown(key: str, value: Any) -> str:
-    text = f"{key} = {value!r}"
-    return "".join(c if c.isprintable() else "?" for c in text)[:200]
 
 
 def _name(config: Config, file: str) -> str:
@@ -152,9 +148,8 @@ def _norms(r: Reading) -> None:
     r.flags["norm-epsilon"] = float(r.number(name, 1e-6))
     r.used |= {"norm_eps"} if r.kind == "nemotron_h" else set()  # what older files call it besides
     if _latent_attention(r) and r.flags["norm-epsilon"] != 1e-6:
-        r.notes.append(
-            "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
-        )
+        said = "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
+        r.notes.append(said)
     use = r.get("use_qk_norm", False)
     if use and r.kind == "glm4_moe":
         r.flags["qk-layernorm"] = True
@@ -167,22 +162,17 @@ def _norms(r: Reading) -> None:
 
 def _biases(r: Reading) -> None:
     given, mlp = bool(r.get("attention_bias", False)), bool(r.get("mlp_bias", False))
-    kind = r.family.biases
-    r.document["biases"] = False
-    if kind == "all" or (kind == "qkvo" and given and mlp):
-        r.document["biases"] = True
-        if not given:
-            r.lose(
-                "attention_bias", False, "Megatron gives biases to all linear layers, or to queries, keys and values"
-            )
+    kind, reason = r.family.biases, "Megatron gives biases to all linear layers, or to queries, keys and values"
+    r.document["biases"] = kind == "all" or (kind == "qkvo" and given and mlp)
+    if r.document["biases"] and not given:
+        r.lose("attention_bias", False, reason)
     elif kind == "qkv" and given:
         r.flags["add-qkv-bias"] = True
-    elif kind == "qkvo" and given:
-        r.lose(
-            "attention_bias", True, "Megatron gives the projection after attention a bias with all linear layers only"
-        )
+    elif kind == "qkvo" and given and not mlp:
+        only = "Megatron gives the projection after attention a bias with all linear layers only"
+        r.lose("attention_bias", True, only)
     if mlp and not r.document["biases"]:
-        r.lose("mlp_bias", True, "Megatron gives biases to all linear layers, or to queries, keys and values")
+        r.lose("mlp_bias", True, reason)
 
 
 def _positions(r: Reading) -> None:
@@ -258,9 +248,8 @@ def _yarn(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
         found = {"beta_fast": fast, "beta_slow": slow, "original_max_position_embeddings": length, "truncate": rounded}
         for name, value in fixed.items():
             if found[name] != value:
-                r.lose(
-                    f"rope_scaling.{name}", found[name], f"no flag says it for latent attention: Megatron has {value}"
-                )
+                reason = f"no flag says it for latent attention: Megatron has {value}"
+                r.lose(f"rope_scaling.{name}", found[name], reason)
     else:
         r.flags |= {
             "position-embedding-type": "yarn",
@@ -318,13 +307,11 @@ def _layers_without_positions(r: Reading) -> None:
     chunk, floor = r.whole("attention_chunk_size"), r.whole("floor_scale")
     r.used.add("attn_scale")
     if r.seq_length is None or r.seq_length > chunk:
-        r.lose(
-            "attention_chunk_size", chunk, f"Megatron has no attention by chunks; sequences up to {chunk} are the same"
-        )
+        reason = f"Megatron has no attention by chunks; sequences up to {chunk} are the same"
+        r.lose("attention_chunk_size", chunk, reason)
     if r.get("attn_temperature_tuning") and any(without) and (r.seq_length is None or r.seq_length >= floor):
-        r.lose(
-            "attn_temperature_tuning", True, f"Megatron has none; sequences below floor_scale = {floor} are the same"
-        )
+        reason = f"Megatron has none; sequences below floor_scale = {floor} are the same"
+        r.lose("attn_temperature_tuning", True, reason)
     r.used.add("layer_types")
 
 
@@ -359,13 +346,8 @@ def _experts(r: Reading) -> None:
         return
     if r.kind in HYBRID and SPARSE not in pattern_of(r):
         return
-    name = (
-        "n_routed_experts"
-        if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h")
-        else "num_local_experts"
-    )
-    if name == "num_local_experts" and r.config.get("num_experts") is not None:
-        name = "num_experts"
+    name = "num_experts" if r.config.get("num_experts") is not None else "num_local_experts"
+    name = "n_routed_experts" if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h") else name
     count = r.whole(name)
     if r.kind in ("mixtral", "gpt_oss", "olmoe", "llama4_text"):
         width = r.whole("intermediate_size")
@@ -434,13 +416,7 @@ def _routing(r: Reading) -> None:
 def _latent(r: Reading) -> None:
     if not _latent_attention(r):
         return
-    r.document["latent"] = {
-        "query_rank": r.get("q_lora_rank") or 0,
-        "key_value_rank": r.whole("kv_lora_rank"),
-        "nope_size": r.whole("qk_nope_head_dim"),
-        "rope_size": r.whole("qk_rope_head_dim"),
-        "value_size": r.whole("v_head_dim"),
-    }
+    r.document["latent"] = {"query_rank": r.get("q_lora_rank") or 0} | r.sizes("latent")
 
 
 def _later_tokens(r: Reading) -> None:
@@ -481,9 +457,8 @@ def _only_when(r: Reading) -> None:
     if scale is not None:
         width = r.get("head_dim") or r.whole("hidden_size") // r.whole("num_attention_heads")
         if scale != width:
-            r.lose(
-                "query_pre_attn_scalar", scale, f"no flag says the scale of attention, which is by head_dim = {width}"
-            )
+            reason = f"no flag says the scale of attention, which is by head_dim = {width}"
+            r.lose("query_pre_attn_scalar", scale, reason)
 
 
 _READERS = {

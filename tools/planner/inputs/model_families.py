@@ -99,6 +99,10 @@ class Reading:
             raise PlannerError(self.file, self.key(name), value, "a number is required")
         return value
 
+    def sizes(self, part: str) -> dict[str, int]:
+        """Sizes of a part of the model, each a whole number."""
+        return {size: self.whole(name) for size, name in _DATA["sizes"][part].items()}
+
     def lose(self, name: str, value: Any, reason: str) -> None:
         """Note that no flag says a field."""
         self.lost[self.key(name) if name in self.family.names else name] = (
@@ -126,14 +130,7 @@ def dense_layers(r: Reading) -> list[int]:
     ]
 
 
-_SYMBOLS = {
-    "mamba": MAMBA,
-    "linear_attention": MAMBA,
-    "attention": ATTENTION,
-    "full_attention": ATTENTION,
-    "mlp": MLP,
-    "moe": SPARSE,
-}
+_SYMBOLS: dict[str, str] = _DATA["symbols"]
 """Kinds of Nemotron's layers, by their names in older and newer files."""
 
 
@@ -175,16 +172,6 @@ def read_kinds_of_layers(r: Reading) -> None:
         raise PlannerError(r.file, "num_hidden_layers", r.whole("num_hidden_layers"), f"{listed} layers are listed")
     r.document |= {"pattern": pattern} | sizes_of(pattern)
     if MAMBA in pattern:
-        r.document["mamba"] = {
-            "heads": r.whole("mamba_num_heads"),
-            "head_size": r.whole("mamba_head_dim"),
-            "groups": r.whole("n_groups"),
-            "state_size": r.whole("ssm_state_size"),
-        }
+        r.document["mamba"] = r.sizes("mamba")
     if GATED_DELTA_NET in pattern:
-        r.document["delta_net"] = {
-            "key_heads": r.whole("linear_num_key_heads"),
-            "value_heads": r.whole("linear_num_value_heads"),
-            "key_size": r.whole("linear_key_head_dim"),
-            "value_size": r.whole("linear_value_head_dim"),
-        }
+        r.document["delta_net"] = r.sizes("delta_net")

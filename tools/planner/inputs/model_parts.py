@@ -85,19 +85,8 @@ def drawn(lengths: Lengths, seq_length: int) -> tuple[Starts, ...]:
     return tuple(found[:count])
 
 
-def share_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> float:
-    """Pairs of a query and a key that it sees, in the mean of sequences and layers, over those of whole sequences.
-
-    Args:
-        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
-        windowed_layers: Share of such layers.
-    """
-    shares = shares_left(lengths, seq_length, window, windowed_layers)
-    return sum(shares) / len(shares)
-
-
 def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
-    """Computes the share that is left for every sequence that is drawn.
+    """By drawn sequence, pairs of a query and a key that it sees over those without documents, in the mean of layers.
 
     Args:
         window: Keys that a query sees in layers with a sliding window, its own with them; None without.
@@ -183,15 +172,12 @@ MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
 )
 """Megatron's flags of a model that no other field of a model file stands for: argument, and its default."""
 
-TRAINING_FLAGS = frozenset(
-    (
-        *("accumulate-allreduce-grads-in-fp32", "attention-dropout", "grad-reduce-in-bf16", "hidden-dropout"),
-        *("init-method-std", "moe-aux-loss-coeff", "moe-input-jitter-eps"),
-        *("moe-router-bias-update-rate", "moe-router-load-balancing-type", "moe-z-loss-coeff"),
-        *(flag for feature in FEATURES for flag in feature.training_flags),
-    )
-)
+TRAINING_FLAGS = frozenset((*_FLAGS["training"], *(flag for feature in FEATURES for flag in feature.training_flags)))
 """Those of them that do not decide what the model computes from its weights: a user may give others."""
+MANAGED_FLAGS = (*_FLAGS["managed"], *(flag.removeprefix("--") for feature in FEATURES for flag in feature.sets))
+"""Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them."""
+PART_ARGUMENTS: dict[str, dict[str, tuple[str, Any]]] = _FLAGS["parts"]
+"""Megatron's argument, and its default, of the sizes of a part of the model."""
 
 
 def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:

@@ -169,13 +169,9 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
             problem = f"the plan uses {count} of them, more than the cluster has"
             hint = f"The cluster has {sum(n for n in there if n is not None)}"
             return PlannerError(file, "stages[*].replicas[*].device", gpu, problem, hint)
-    return PlannerError(
-        file,
-        "stages[*].replicas[*].ranks",
-        [[r.tp for r in s.replicas] for s in plan.stages],
-        "the TP groups do not fit into the cluster's nodes",
-        "Make the plan again for this cluster",
-    )
+    sizes = [[r.tp for r in stage.replicas] for stage in plan.stages]
+    problem, hint = "the TP groups do not fit into the cluster's nodes", "Make the plan again for this cluster"
+    return PlannerError(file, "stages[*].replicas[*].ranks", sizes, problem, hint)
 
 
 # Which node runs which ranks: the part of a launch that plan and cluster decide together.
@@ -218,10 +214,6 @@ class Component:
 
 def place(plan: Plan, kinds: Mapping[str, NodeGroup]) -> list[Node]:
     """Nodes filled with replicas as the planner does, rank 0's first; a TP group never straddles two nodes.
-
-    Args:
-        plan: Replicas name their device kind.
-        kinds: The cluster's groups of nodes by name.
 
     Raises:
         PlannerError: An unknown kind, a TP group larger than a node, too few nodes.

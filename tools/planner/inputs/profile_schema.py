@@ -217,23 +217,14 @@ def profile_from_document(document: Any, file: str) -> Profile:
     body = {k: v for k, v in document.items() if k not in ("format", "version")}
     profile: Profile = validated(Profile, body, file)
     _check_numbers(asdict(profile), file, "")
-    _check_names(profile, file)
-    _check_unique(profile, file)
-    return profile
-
-
-def _check_names(profile: Profile, file: str) -> None:
-    """Kinds of devices are names: they are shown in tables and compared with the cluster file's."""
+    # Kinds of devices are names: they are shown in tables and compared with the cluster file's.
     names = [(f"devices[{i}].kind", device.kind) for i, device in enumerate(profile.devices)]
     for i, link in enumerate(profile.links):
         names += [(f"links[{i}].first_kind", link.first_kind), (f"links[{i}].second_kind", link.second_kind)]
     for key, name in [("model.name", profile.model.name), *names]:
         if problem := text_problem(name):
             raise PlannerError(file, key, name, problem)
-
-
-def _check_unique(profile: Profile, file: str) -> None:
-    """One entry per device kind, and one timing per operating point: of two, neither is known to be right."""
+    # One entry per device kind, and one timing per operating point: of two, neither is known to be right.
     kinds: dict[str, int] = {}
     for d, device in enumerate(profile.devices):
         if kinds.setdefault(device.kind, d) != d:
@@ -245,6 +236,7 @@ def _check_unique(profile: Profile, file: str) -> None:
             if points.setdefault(point, i) != i:
                 problem = f"the same layer and operating point as timings[{points[point]}]"
                 raise PlannerError(file, f"devices[{d}].timings[{i}]", list(point), problem, "Keep one of them")
+    return profile
 
 
 _MAY_BE_ZERO = (

@@ -196,7 +196,6 @@ class Part:
     """One layer kind at one operating point, with gradient buffer and optimizer.
 
     Args:
-        settings: The profiling run.
         layers: Of a transformer layer, how many in turn.
     """
 
@@ -312,7 +311,6 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
     """Measure one point on this rank; every rank calls it at the same time.
 
     Args:
-        settings: Windows and model.
         barrier: Waits for all ranks; called before each window.
     """
     part = Part(settings, point)

@@ -74,7 +74,6 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
 
     Args:
         sizes: Payload sizes in bytes, as the caller of the operation sees them.
-        device: Device of the buffers.
         repeats: The median over this many is kept; after one that warms up.
     """
     group = dist.new_group(list(link.ranks))
@@ -82,7 +81,7 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
     samples: list[tuple[int, float]] = []
     if rank in link.ranks:
         for size in sizes:
-            seconds = _seconds(_operation(link, size, group, device), device, repeats, group)
+            seconds = _seconds(_operation(link, size, group, device), device, repeats)
             # A ping-pong is two messages.
             samples.append((size, seconds / 2 if link.operation == "p2p" else seconds))
         dist.destroy_process_group(group)
@@ -102,7 +101,7 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
     )
 
 
-def _operation(link: Link, size: int, group: Any, device: torch.device) -> Callable[[], None]:
+def _operation(link: Link, size: int, group: Any, device: torch.device) -> Callable[[], object]:
     """One repetition of the operation on this rank."""
     count = len(link.ranks)
     elements = max(count, size // 4 // count * count)
@@ -111,30 +110,16 @@ def _operation(link: Link, size: int, group: Any, device: torch.device) -> Calla
     if link.operation == "p2p":
         first, second = link.ranks
         if dist.get_rank() == first:
-            return lambda: _ping(whole, second, group)
-        return lambda: _pong(whole, first, group)
+            return lambda: (dist.send(whole, second, group=group), dist.recv(whole, second, group=group))
+        return lambda: (dist.recv(whole, first, group=group), dist.send(whole, first, group=group))
     if link.operation == "all_reduce":
-        return lambda: _ignore(dist.all_reduce(whole, group=group))
+        return lambda: dist.all_reduce(whole, group=group)
     if link.operation == "all_gather":
-        return lambda: _ignore(dist.all_gather_into_tensor(whole, share, group=group))
-    return lambda: _ignore(dist.reduce_scatter_tensor(share, whole, group=group))
+        return lambda: dist.all_gather_into_tensor(whole, share, group=group)
+    return lambda: dist.reduce_scatter_tensor(share, whole, group=group)
 
 
-def _ignore(_: Any) -> None:
-    """Blocking collectives return nothing of interest."""
-
-
-def _ping(buffer: torch.Tensor, peer: int, group: Any) -> None:
-    dist.send(buffer, peer, group=group)
-    dist.recv(buffer, peer, group=group)
-
-
-def _pong(buffer: torch.Tensor, peer: int, group: Any) -> None:
-    dist.recv(buffer, peer, group=group)
-    dist.send(buffer, peer, group=group)
-
-
-def _seconds(work: Callable[[], None], device: torch.device, repeats: int, group: Any) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median seconds of one repetition, after one that warms up."""
     work()
     times = []
@@ -158,16 +143,5 @@ def host_bandwidth(device: torch.device, size: int = 1 << 26) -> tuple[float, fl
         return None
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def rate(work: Callable[[], object]) -> float:
-        work()
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            work()
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return size / statistics.median(times)
-
-    return rate(lambda: there.copy_(host, non_blocking=True)), rate(lambda: host.copy_(there, non_blocking=True))
+    to_device_s = _seconds(lambda: there.copy_(host, non_blocking=True), device, 5)
+    return size / to_device_s, size / _seconds(lambda: host.copy_(there, non_blocking=True), device, 5)

@@ -143,32 +143,20 @@ def check_settings(settings: ProfileSettings, world_size: int) -> None:
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
             if getattr(model, name) % tp:
                 raise PlannerError(where, "--tp", tp, f"does not divide the model's {name} = {getattr(model, name)}")
-    _check_ep(settings)
+    experts = model.experts
+    for ep in settings.ep:
+        if ep > 1 and (experts is None or experts.count % ep):
+            problem = "the model has no experts" if experts is None else f"does not divide the {experts.count} experts"
+            raise PlannerError(where, "--ep", ep, problem)
+        if all(tp % ep for tp in settings.tp):
+            raise PlannerError(where, "--ep", ep, f"divides none of the TP sizes {list(settings.tp)}")
     if settings.slice_tokens and not settings.fitting_slices():
         problem = f"none of them divides the sequence length {model.seq_length}"
         hint = f"These do: {shown_divisors(model.seq_length)}"
         raise PlannerError(where, "--slice-tokens", list(settings.slice_tokens), problem, hint)
     if len(settings.kinds) not in (1, world_size):
-        raise PlannerError(
-            where, "--kind", list(settings.kinds), f"give one kind, or one per rank ({world_size} of them)"
-        )
-
-
-def _check_ep(settings: ProfileSettings) -> None:
-    """Expert-parallel sizes divide the experts, and some TP size."""
-    experts = settings.model.experts
-    for ep in settings.ep:
-        if ep > 1 and (experts is None or experts.count % ep):
-            problem = "the model has no experts" if experts is None else f"does not divide the {experts.count} experts"
-            raise PlannerError("profile", "--ep", ep, problem)
-        if all(tp % ep for tp in settings.tp):
-            raise PlannerError("profile", "--ep", ep, f"divides none of the TP sizes {list(settings.tp)}")
-
-
-def measured_points(profile: Profile | None, kind: str) -> set[Point]:
-    """Points of a device kind that a profile already holds."""
-    device = profile.device(kind) if profile else None
-    return {point_of(t) for t in device.timings} if device else set()
+        problem = f"give one kind, or one per rank ({world_size} of them)"
+        raise PlannerError(where, "--kind", list(settings.kinds), problem)
 
 
 def point_of(timing: LayerTiming) -> Point:
@@ -178,7 +166,8 @@ def point_of(timing: LayerTiming) -> Point:
 
 def missing_points(settings: ProfileSettings, profile: Profile | None, kinds: Iterable[str]) -> list[Point]:
     """Points that at least one of the kinds still lacks: all ranks measure together."""
-    stored = [measured_points(profile, kind) for kind in sorted(set(kinds))]
+    devices = [profile.device(kind) if profile else None for kind in sorted(set(kinds))]
+    stored = [{point_of(t) for t in device.timings} if device else set() for device in devices]
     return [p for p in settings.points() if any(p not in s for s in stored)]
 
 
@@ -207,7 +196,6 @@ def largest(fits: Any, limit: int = 1 << 16) -> int:
 
     Args:
         fits: Function of the micro batch size; False when it ran out of memory.
-        limit: Stop doubling here.
     """
     size = 1
     while size <= limit and fits(size):

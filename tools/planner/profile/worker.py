@@ -185,7 +185,9 @@ class _Run:
                 self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
                 with tensor_parallel_state(tp):
                     size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
-                for kind, found in _least(self._gather((self.kind, size))).items():
+                gathered = self._gather((self.kind, size))
+                for kind in dict(gathered):
+                    found = min(most for other, most in gathered if other == kind)
                     device = self.profile.device(kind)
                     if device is not None and found:
                         entry = LargestBatch(tp, layers, found, recompute)  # type: ignore[arg-type]
@@ -231,14 +233,6 @@ class _Run:
         if self.rank == 0:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
-
-
-def _least(values: list[tuple[str, int]]) -> dict[str, int]:
-    """The smallest value of each kind."""
-    found: dict[str, int] = {}
-    for kind, value in values:
-        found[kind] = min(value, found.get(kind, value))
-    return found
 
 
 def _words(point: Point) -> str:

@@ -64,7 +64,6 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> N
 
     Args:
         rungs: Rows of ``rent --json``.
-        chosen: Number of the rung that is marked.
         file: SVG or PNG by its extension.
     """
     from matplotlib.figure import Figure
@@ -110,8 +109,6 @@ def plan_of_pool(
 
     Args:
         found: Plans by the nodes of every group of the cluster file.
-        method: See ``plan --search``.
-        limit_s: CPU seconds of the search.
 
     Raises:
         PlannerError: It found nothing in its time.
@@ -307,12 +304,7 @@ def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s:
 
 
 def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course], notes: list[str]) -> PageData:
-    """The page of a replay.
-
-    Args:
-        body: See :func:`body_of`.
-        notes: Where the figures come from.
-    """
+    """The page of a replay."""
     cluster, model = estimator.cluster, estimator.model
     tokens = model.global_batch_size * model.seq_length
     pools = [

@@ -112,9 +112,8 @@ def _check(watched: Watched, plan: Plan, file: str) -> None:
     for index, times in enumerate(watched.devices):
         for name in times.operations:
             if name not in Kind.rows:
-                raise PlannerError(
-                    file, f"devices[{index}].operations", name, "unknown operation", "Use the report as it was written"
-                )
+                key, hint = f"devices[{index}].operations", "Use the report as it was written"
+                raise PlannerError(file, key, name, "unknown operation", hint)
     replicas = [r for stage in plan.stages for r in stage.replicas]
     if [d.device for d in watched.devices] != list(range(len(replicas))):
         raise PlannerError(file, "devices", [d.device for d in watched.devices], "must be all replicas of the plan")

@@ -63,21 +63,6 @@ class Trace:
         return tuple(dict.fromkeys(change.pool for change in self.changes))
 
 
-def _rows(path: str, text: str) -> list[tuple[int, list[str]]]:
-    """The rows of a CSV file, each with the number of the line in which it ends.
-
-    Raises:
-        PlannerError: A row that cannot be read.
-    """
-    reader = csv.reader(io.StringIO(text))
-    try:
-        return [(reader.line_num, row) for row in reader]
-    except csv.Error as error:
-        raise PlannerError(
-            path, f"line {reader.line_num}", None, f"is no CSV: {error}", "A quotation mark may lack its end"
-        ) from None
-
-
 def load_trace(path: Path, cluster: Cluster) -> Trace:
     """Read a trace.
 
@@ -85,10 +70,14 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
         PlannerError: The file cannot be read, or its first line that makes no sense.
     """
     try:
-        text = read_text(path)
+        reader = csv.reader(io.StringIO(read_text(path)))
     except FileError as error:
         raise from_file_error(error) from None
-    lines = _rows(str(path), text)
+    try:
+        lines = [(reader.line_num, row) for row in reader]  # the line in which a row ends
+    except csv.Error as error:
+        problem, hint = f"is no CSV: {error}", "A quotation mark may lack its end"
+        raise PlannerError(str(path), f"line {reader.line_num}", None, problem, hint) from None
     names = lines[0][1] if lines else []
     if not {*_NEEDED} <= set(names) <= {*_COLUMNS} or len(set(names)) < len(names):
         hint = f"They are {', '.join(_COLUMNS)}"
@@ -121,9 +110,8 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
         else:
             changes.append(Change(now_s, tuple(pool), notice))
     if not now_s:
-        raise PlannerError(
-            str(path), "time_s", None, "the trace ends when it begins", "Its last line says when it ends"
-        )
+        hint = "Its last line says when it ends"
+        raise PlannerError(str(path), "time_s", None, "the trace ends when it begins", hint)
     return Trace(tuple(changes), now_s)
 
 
@@ -354,11 +342,7 @@ def _stop(job: _Job, change: Change, *, failed: bool) -> float:
 
 
 def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
-    """The nodes that are ready: those that come are so after their start, if they are still there then.
-
-    Args:
-        start_s: What the start of a node takes.
-    """
+    """The nodes that are ready: those that come are so after their start, if they are still there then."""
     starts = [change.time_s for change in trace.changes]
     found: list[Change] = []
     for time_s in sorted({*starts, *(start + start_s for start in starts[1:])}):
@@ -375,8 +359,5 @@ def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
 
 def run_all(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> list[Course]:
     """Every policy: elastic, by restarts, and with the full pool only."""
-    return [
-        run_elastic(trace, time_of, costs),
-        run_restart(trace, time_of, costs),
-        run_full_pool(trace, time_of, costs, full),
-    ]
+    given = trace, time_of, costs
+    return [run_elastic(*given), run_restart(*given), run_full_pool(*given, full)]

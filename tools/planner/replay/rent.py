@@ -18,7 +18,7 @@ from ..errors import PlannerError
 from ..inputs.files import check_target, write_text
 from ..report.tables import HARDLY, NOTATION, say, shown_progress, table
 from ..search.bounds import Bounds
-from ..search.outcome import Goal, Progress, check_prices, cluster_text, estimator_from, goal_from, left_s
+from ..search.outcome import Goal, Progress, check_prices, estimator_from, file_text, goal_from, left_s
 from .command import PoolPlan, add_pauses, costs_from, draw_ladder, limited, nodes_in_words, plan_of_pool, with_growth
 from .policies import Costs, Pool
 
@@ -163,7 +163,11 @@ class Ladder:
         gpus = [min(n * node.gpus_per_node, node.quota) for n, node in zip(pool, cluster.nodes)]
         usd = HOUR_S * sum(n * price for n, price in zip(gpus, self.estimator.price))
         costs, sources, each_byte_s = self._costs
-        share = self._goodput(pool, with_growth(costs, sources, each_byte_s, plan), iteration_s)
+        costs = with_growth(costs, sources, each_byte_s, plan)
+        # An interruption costs two changes, half an iteration, and the node's part until another one is there.
+        lost_s = costs.death_s + costs.join_s + iteration_s / 2 + costs.start_s / max(1, sum(pool))
+        often = sum(n * node.interruptions_per_day for n, node in zip(pool, cluster.nodes)) / DAY_S
+        share = 1 / (1 + often * lost_s)  # of the time that counts
         return Rung(
             pool=pool,
             added=tuple(n - (before.pool[i] if before else 0) for i, n in enumerate(pool)),
@@ -172,15 +176,6 @@ class Ladder:
             goodput=share,
             tokens_per_s=share * model.global_batch_size * model.seq_length / iteration_s,
         )
-
-    def _goodput(self, pool: Pool, costs: Costs, iteration_s: float) -> float:
-        """Computes the share of the time that counts.
-
-        An interruption costs two changes, half an iteration, and the node's part until another one is there.
-        """
-        lost_s = costs.death_s + costs.join_s + iteration_s / 2 + costs.start_s / max(1, sum(pool))
-        often = sum(n * node.interruptions_per_day for n, node in zip(pool, self.estimator.cluster.nodes)) / DAY_S
-        return 1 / (1 + often * lost_s)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +213,7 @@ def rent(options: argparse.Namespace) -> int:
     if options.out:
         cluster = limited(estimator.cluster, rungs[chosen].pool)
         assert cluster is not None  # a plan was found on it
-        write_text(options.out, cluster_text(cluster))
+        write_text(options.out, file_text(cluster))
         written.append(f"wrote {options.out}")
     if options.picture:
         draw_ladder(body["rungs"], chosen, options.picture)

@@ -28,7 +28,7 @@ from ..inputs.profile_schema import DeviceProfile, LinkProfile, Profile, load_pr
 from ..report.analysis import complete
 from ..report.tables import say, table
 from ..search.methods import search
-from ..search.outcome import Goal, Outcome, Progress, check_memory_margin, cluster_text, cpu_limit, goal_from, left_s
+from ..search.outcome import Goal, Outcome, Progress, check_memory_margin, cpu_limit, file_text, goal_from, left_s
 from .measured import DeviceTimes, Watched, find_files, load_watched
 
 # Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
@@ -329,9 +329,6 @@ def replan(
 
     Args:
         cluster, model, profile: What it was planned from.
-        watched: What was measured.
-        goal: Objective, constraints and schedules to consider.
-        memory_margin: Share of the memory of GPUs that may be used.
         restart_s: Seconds that a change of the plan costs: save, stop, start, load.
         find: The search; by default the one of ``plan``.
 
@@ -339,7 +336,10 @@ def replan(
         PlannerError: The plan does not fit the cluster or is not priced; nothing fits.
     """
     corrected = correct(plan, cluster, profile, watched)
-    estimator = estimator_of(corrected, model, _runtime(plan, cluster), memory_margin)
+    # That of the plan's prediction: on the CPU the host computes and posts.
+    is_cpu = plan.predicted is not None and plan.predicted.costs is not None and plan.predicted.costs.host_blocks
+    runtime = CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
+    estimator = estimator_of(corrected, model, runtime, memory_margin)
     before_s = predicted_s(estimator, corrected.plan)
     goal = goal or Goal()
     outcome = search("auto", estimator, goal, Progress()) if find is None else find(estimator, goal)
@@ -371,13 +371,6 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
     if estimate is None:
         raise PlannerError("the run's plan", "stages", len(plan.stages), "no figures for some replica of this plan")
     return simulate_candidate(estimator, candidate, estimate, replace(plan, predicted=None), seated).iteration_s
-
-
-def _runtime(plan: Plan, cluster: Cluster) -> Runtime:
-    """Returns the runtime that the plan's prediction was made for: on the CPU the host computes and posts."""
-    costs = plan.predicted.costs if plan.predicted is not None else None
-    is_cpu = costs is not None and costs.host_blocks
-    return CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
 
 
 def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float = 0.95) -> Estimator:
@@ -446,7 +439,7 @@ def write(found: Replanned, out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(found.plan, out)
     cluster = out.with_suffix(".cluster.yaml")
-    write_text(cluster, cluster_text(found.corrected.cluster))
+    write_text(cluster, file_text(found.corrected.cluster))
     written = [out, cluster]
     if found.corrected.profile is not None:
         profile = out.with_suffix(".profile.json")

@@ -39,7 +39,10 @@ def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
         sizes = set() if apart else set.intersection(*(set(estimator.costs.tp_sizes(nodes[p].gpu)) for p in pools))
         for tp in sorted(sizes):
             for order in {pools, pools[::-1]}:
-                seats = [p for p in order for _ in range(_tensor_groups(nodes[p], tp))]
+                # TP groups that the nodes hold, none of which leaves its node
+                held = [(p, *divmod(nodes[p].quota, nodes[p].gpus_per_node)) for p in order]
+                counts = [(p, whole * (nodes[p].gpus_per_node // tp) + rest // tp) for p, whole, rest in held]
+                seats = [p for p, groups in counts for _ in range(groups)]
                 for count in range(1, min(len(seats), model.num_layers) + 1):
                     if model.num_layers % count == 0:
                         yield from _replicated(estimator, seats, tp, count)
@@ -64,12 +67,6 @@ def _parts(nodes: tuple[NodeGroup, ...]) -> list[tuple[int, ...]]:
         for value in {getattr(nodes[p], name) for p in usable}:
             found.add(tuple(p for p in usable if getattr(nodes[p], name) == value))
     return sorted(found)
-
-
-def _tensor_groups(node: NodeGroup, tp: int) -> int:
-    """How many TP groups the nodes hold, none of which leaves its node."""
-    whole, rest = divmod(node.quota, node.gpus_per_node)
-    return whole * (node.gpus_per_node // tp) + rest // tp
 
 
 def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> Iterator[Candidate]:
@@ -256,15 +253,6 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
     return out
 
 
-def narrowed(estimator: Estimator) -> Iterator[tuple[str, Estimator]]:
-    """Yields each kind of GPU, and the estimator of a cluster of nothing else; nothing where there is one kind."""
-    nodes = estimator.cluster.nodes
-    for gpu in dict.fromkeys(n.gpu for n in nodes):
-        pools = [p for p, n in enumerate(nodes) if n.gpu == gpu]
-        if len(pools) < len(nodes):
-            yield gpu, estimator.only(pools)
-
-
 def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -> Found | None:
     """The plan that ``plan`` would make there."""
     progress.text = text
@@ -272,16 +260,13 @@ def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -
 
 
 def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress) -> list[dict[str, Any]]:
-    """A plan against the best even split (``stock_plans``), single GPU types and single schedules.
-
-    Args:
-        mine: The plan, which comes first.
-    """
+    """A plan against the best even split (``stock_plans``), single GPU types and single schedules."""
     even = best_even_split(estimator, goal)
     rows = [row_of(estimator, "this plan", mine, mine)]
     rows.append(row_of(estimator, "best even split", simulated(estimator, *even) if even else None, mine))
-    for gpu, narrow in narrowed(estimator):
-        what = f"{gpu} only"
+    kinds = [node.gpu for node in estimator.cluster.nodes]
+    for gpu in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
+        narrow, what = estimator.only([p for p, kind in enumerate(kinds) if kind == gpu]), f"{gpu} only"
         rows.append(row_of(narrow, what, _searched(narrow, goal, progress, what), mine))
     for name in goal.schedules:
         what, only = f"schedule {name} only", replace(goal, schedules=(name,))

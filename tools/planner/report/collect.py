@@ -47,9 +47,11 @@ def cluster_map(estimator: Estimator, candidate: Candidate, plan: Plan, seated: 
     for (p, _), node in drawn.items():
         busiest = max(node["sent_bytes"], node["received_bytes"])
         node["load"] = busiest / (cluster.nodes[p].network_bytes_per_s * seconds)
-    return ClusterMap(
-        name=cluster.name, pools=pools, zones=_zones(cluster), links=_links(cluster, transfers, collectives, seconds)
-    )
+    zones: dict[str, ZoneOnMap] = {}
+    for p, group in enumerate(cluster.nodes):
+        zones.setdefault(group.zone, ZoneOnMap(name=group.zone, region=group.where, pools=[]))["pools"].append(p)
+    links = _links(cluster, transfers, collectives, seconds)
+    return ClusterMap(name=cluster.name, pools=pools, zones=list(zones.values()), links=links)
 
 
 def transfer_flow(seated: Seats, result: Result) -> Flow:
@@ -159,14 +161,6 @@ def _pools(estimator: Estimator, plan: Plan, seated: Seats) -> list[PoolOnMap]:
     return out
 
 
-def _zones(cluster: Cluster) -> list[ZoneOnMap]:
-    zones: dict[str, ZoneOnMap] = {}
-    for p, node in enumerate(cluster.nodes):
-        zone = zones.setdefault(node.zone, ZoneOnMap(name=node.zone, region=node.where, pools=[]))
-        zone["pools"].append(p)
-    return list(zones.values())
-
-
 def _links(cluster: Cluster, transfers: Flow, collectives: Flow, seconds: float) -> list[LinkOnMap]:
     """Flows between pools, the most loaded first."""
     found: dict[tuple[int, int], LinkOnMap] = {}
@@ -234,8 +228,6 @@ def timeline_of(
     """A simulation with all its operations that take time, or as many as a page can hold.
 
     Args:
-        result: The simulation.
-        title: Above the timeline.
         parameter_bytes: Of one rank of every device; sizes of gathers and reductions follow from them.
         max_events, max_lanes: Bounds of what is drawn.
     """
@@ -384,10 +376,7 @@ def collect(
     """The page of one plan, and the figures of ``simulate --json`` that are on it.
 
     Args:
-        estimator: Of the plan's cluster and model.
         candidate, estimate, seated: The plan as it is priced (``commands.priced``).
-        plan: Its stages, routes and schedule.
-        notes: Sentences at its end.
 
     Raises:
         PlannerError: The schedule cannot run the plan's shape.
@@ -396,12 +385,21 @@ def collect(
     body = summary(estimator, candidate, estimate, found.iteration_s)
     model, cluster = estimator.model, estimator.cluster
     gpus = ", ".join(f"{count} {name}" for name, count in body["gpus"].items())
+    computes = _computes(estimator, plan, seated, found.result)
     page = PageData(
         title=title,
         subtitle=f"{model.name} on {cluster.name}: {schedule_in_words(body)}; {gpus}",
         figures=_figures(body, found, candidate),
         cluster=cluster_map(estimator, candidate, plan, seated, found.result),
-        stages=_stages(estimator, body["stages"], _computes(estimator, plan, seated, found.result)),
+        stages=[
+            r
+            | {
+                "busy_s": computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
+                "limit_bytes": estimator.memory_margin * r["capacity_bytes"],
+                "note": (part_in_words(r) + state_in_words(r)).removeprefix("; "),
+            }
+            for r in body["stages"]
+        ],
         timelines=[_timeline(estimator, candidate, plan, seated, found)],
         causes={CAUSES[name]: seconds for name, seconds in body["by_cause_s"].items() if seconds > 0},
         notes=list(notes),
@@ -453,21 +451,6 @@ def _computes(estimator: Estimator, plan: Plan, seated: Seats, result: Result) -
             key = s, node.gpu, node.zone, replica.tp
             found[key] = max(found.get(key, 0.0), compute_s)
     return found
-
-
-def _stages(
-    estimator: Estimator, rows: Sequence[dict[str, Any]], computes: dict[tuple[object, ...], float]
-) -> list[dict[str, Any]]:
-    """Rows of ``tables.stages_of`` with simulated times, limits of memory and notes."""
-    return [
-        r
-        | {
-            "busy_s": computes[r["stage"], r["gpu"], r["zone"], r["tp"]],
-            "limit_bytes": estimator.memory_margin * r["capacity_bytes"],
-            "note": (part_in_words(r) + state_in_words(r)).removeprefix("; "),
-        }
-        for r in rows
-    ]
 
 
 def _timeline(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats, found: Simulation) -> Any:

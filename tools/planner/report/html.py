@@ -9,7 +9,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any, cast
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from ..costs.build import build_plan, seats
 from ..costs.estimate import Estimator
@@ -17,7 +17,7 @@ from ..errors import PlannerError, command
 from ..inputs.files import check_target, write_text
 from ..search.outcome import Found
 from .collect import collect, rows_of
-from .data import PageData, PoolOnMap
+from .data import PageData
 from .tables import DATASHEETS, NOTATION
 
 SCRIPTS = ("tips.js", "links.js", "timeline.js")
@@ -44,15 +44,12 @@ def render(page: PageData) -> str:
     hues = stage_hues(page)
     whole = dict.fromkeys(PageData.__annotations__) | cast(dict[str, Any], page)
     texts = {"policy": policy, "style": _asset("page.css"), "scripts": scripts, "embedded": {**page, "hues": hues}}
-    return _template().render(page=whole, hues=hues, **texts, **drawn(page))
-
-
-def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, extensions=["jinja2.ext.do"])
     filters = {"seconds": seconds, "size": size, "share": share, "significant": significant}
     environment.filters |= filters | {"figure": shown, "css": css_class}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.from_string("".join(line.strip() for line in _asset("page.html").splitlines()))
+    template = environment.from_string("".join(line.strip() for line in _asset("page.html").splitlines()))
+    return template.render(page=whole, hues=hues, **texts, **drawn(page))
 
 
 def _asset(name: str) -> str:
@@ -103,11 +100,6 @@ def page_of_search(
     page["one_more_node"] = list(one_more_node)
     write_page(page, options.html)
     return {"html": options.html}
-
-
-def written(page: dict[str, str]) -> list[str]:
-    """Returns what to say about it."""
-    return [f"wrote {page['html']}"] if page else []
 
 
 def notes_of(options: argparse.Namespace, plan: str = "") -> list[str]:
@@ -217,10 +209,12 @@ def drawn(page: PageData) -> dict[str, Any]:
     times = _stage_times(page)
     least_s = 1e-9 * timelines[0]["makespan_s"] if timelines else 0.0
     idle = dict.fromkeys(name for mean in times.values() for name, value in mean.items() if value > least_s)
+    gpus = [pool["gpu"] for pool in (page["cluster"]["pools"] if "cluster" in page else ())]
+    numbers = [f" #{gpus[: p + 1].count(gpu)}" if gpus.count(gpu) > 1 else "" for p, gpu in enumerate(gpus)]
     return {
         "full": FULL,
         "notation": " ".join(NOTATION.split()),
-        "pool_names": _pool_names(page["cluster"]["pools"] if "cluster" in page else ()),
+        "pool_names": [gpu + number for gpu, number in zip(gpus, numbers)],
         "memory_names": {name: name for name in (*(n for n in MEMORY if n in held), *sorted(held - {*MEMORY}))},
         "most_bytes": max((max(r["total_bytes"], r["capacity_bytes"] or 0.0) for r in stages), default=0.0),
         "group_names": {name: name for name in GROUPS if name in groups},
@@ -228,12 +222,6 @@ def drawn(page: PageData) -> dict[str, Any]:
         "idle_names": {name: IDLE.get(name, name) for name in idle},
         **(_replay(**page["replay"]) if "replay" in page else {}),
     }
-
-
-def _pool_names(pools: Sequence[PoolOnMap]) -> list[str]:
-    """Kinds of GPU, with a number where several pools have one."""
-    gpus = [pool["gpu"] for pool in pools]
-    return [f"{gpu} #{gpus[: p + 1].count(gpu)}" if gpus.count(gpu) > 1 else gpu for p, gpu in enumerate(gpus)]
 
 
 def _stage_times(page: PageData) -> dict[int, dict[str, float]]:

@@ -173,17 +173,15 @@ def summary(
     found = Found(candidate, estimate, simulated_s)
     seconds = found.iteration_s
     tokens = model.global_batch_size * model.seq_length
-    peak = sum(
-        n * estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).peak(model.precision)
-        for p, n in candidate.gpus().items()
-    )
+    used = [(n, estimator.cluster.gpu(estimator.cluster.nodes[p].gpu)) for p, n in candidate.gpus().items()]
+    peak = sum(n * gpu.peak(model.precision) for n, gpu in used)
     apart = estimator.cluster.vendors_problem(candidate.gpus())
     blocking = blocking_ratio(estimator, candidate, estimate)
     uncertainty = estimator.uncertainty(candidate)
-    watts = [estimator.cluster.gpu(estimator.cluster.nodes[p].gpu).power_w for p in candidate.gpus()]
-    joules = None
-    if all(w is not None for w in watts):
-        joules = seconds * sum(n * (w or 0.0) for n, w in zip(candidate.gpus().values(), watts))
+    nodes = [estimator.cluster.nodes[p] for p in sorted(candidate.gpus())]
+    catalog_prices = {n.gpu: estimator.cluster.gpu(n.gpu).usd_per_hour for n in nodes if n.usd_per_gpu_hour is None}
+    watts = [n * gpu.power_w for n, gpu in used if gpu.power_w is not None]
+    joules = seconds * sum(watts) if len(watts) == len(used) else None
     return {
         "iteration_s": seconds,
         "closed_form_s": estimate.iteration_s,
@@ -204,7 +202,8 @@ def summary(
         "model_flops_utilisation": model.iteration_flops / seconds / peak if peak else None,
         "usd_per_iteration": found.usd_per_iteration,
         "gpus_without_price": unpriced(estimator, candidate),
-        "catalog_prices": _catalog_prices(estimator, candidate),
+        # USD per GPU hour of the kinds in use whose price the cluster file does not give, but the catalog does
+        "catalog_prices": {gpu: price for gpu, price in catalog_prices.items() if price is not None},
         "usd_per_billion_tokens": found.usd_per_iteration / tokens * 1e9,
         "egress_bytes_per_iteration": estimate.egress_bytes,
         "energy_joules_per_iteration": joules,
@@ -267,13 +266,6 @@ def unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
     return sorted(
         {n.gpu for n in nodes if n.usd_per_gpu_hour is None and estimator.cluster.gpu(n.gpu).usd_per_hour is None}
     )
-
-
-def _catalog_prices(estimator: Estimator, candidate: Candidate) -> dict[str, float]:
-    """USD per GPU hour of the kinds in use whose price the cluster file does not give, but the catalog does."""
-    nodes = [estimator.cluster.nodes[p] for p in sorted(candidate.gpus())]
-    prices = {n.gpu: estimator.cluster.gpu(n.gpu).usd_per_hour for n in nodes if n.usd_per_gpu_hour is None}
-    return {gpu: price for gpu, price in prices.items() if price is not None}
 
 
 def _by_place(estimator: Estimator, used: Mapping[int, int], idle: bool = False) -> dict[str, int]:

@@ -292,7 +292,6 @@ def layer_rooms(
     """How many layers fit every replica of a stage, as other candidates know it; None where one has no figures.
 
     Args:
-        like: Everything but the stages.
         first, last: The parts of the embedding and of the head that the stage has.
         slack: In place of that of ``like``.
     """

@@ -305,8 +305,6 @@ def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tupl
 
     Args:
         figures: Of each stage, the first four of ``_Stage`` and the seconds that summing a layer's gradients takes.
-        caps: Most layers of each.
-        wanted: Layers in all.
         drain: Of a pass forward and back, what earlier stages still compute when a stage ends.
 
     Returns:
@@ -345,7 +343,6 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
 
     Args:
         ends: What comes on top, in layers.
-        caps: Most layers of each stage.
         wanted: Layers in all, at most the sum of ``caps``.
     """
     all_ends = rate = 0.0

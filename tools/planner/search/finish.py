@@ -37,7 +37,6 @@ def refine(
     """The plan with stages in other places and layers shifted, as long as that makes it better.
 
     Args:
-        found: A simulated plan.
         operations: Compute operations that may be simulated.
         regroups: Replicas may move between stages too.
     """
@@ -237,9 +236,7 @@ def of_method(
     """The outcome of a published method; Ctrl-C ends it with the best so far.
 
     Args:
-        bound_s: Time of a plan that is known already.
         look: Fills the book.
-        place: Puts a candidate into the real zones.
     """
     started, outcome = time.process_time(), Outcome(name)
     try:
@@ -332,7 +329,6 @@ def _improved(
 
     Args:
         found: The plans; they are ordered.
-        known: Value of a plan that is known already.
         most: Plans that are changed of other schedules than 1F1B.
     """
     found.sort(key=lambda f: f.value(goal))
@@ -381,7 +377,6 @@ def freed(estimator: Estimator, goal: Goal, found: Found, simulate: Simulate, be
 
     Args:
         found: A plan that runs no layer again.
-        best: Value of the best plan so far.
     """
     candidate, groups = found.candidate, tuple([s.groups for s in found.candidate.stages])
     free = balance(estimator, groups, candidate, fits=False) if candidate.recompute == "none" else None
@@ -475,7 +470,6 @@ def _simulated(
     Replicas of a single stage wait for nobody: the closed form is exact, and only the plan is checked.
 
     Args:
-        best: The best value so far.
         tries: Orders to simulate at most.
     """
     if waits_for_nobody(candidate):

@@ -221,7 +221,6 @@ def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) 
     """Layers of each stage such that all take as long.
 
     Args:
-        total: Layers.
         rates: Layers per second of each stage.
         ends: Seconds of what else each stage does of a microbatch.
         least: Layers of a stage at least.

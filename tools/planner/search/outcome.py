@@ -319,14 +319,9 @@ def each_s(options: argparse.Namespace, searches: int) -> float:
 
 def nothing_found(limit_s: float) -> PlannerError:
     """No plan in this time."""
-    return PlannerError(
-        "command line",
-        "--limit-s",
-        limit_s,
-        "no plan was found in this time",
-        "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
-        "with a count",
-    )
+    hint = "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
+    hint += "with a count"
+    return PlannerError("command line", "--limit-s", limit_s, "no plan was found in this time", hint)
 
 
 @contextmanager
@@ -336,7 +331,6 @@ def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None
     A search that is already putting its results together gets a quarter as long again.
 
     Args:
-        progress: Of the search, with its limit.
         given_s: ``--limit-s``, for the error; of which ``progress`` has what was left.
 
     Raises:
@@ -377,8 +371,8 @@ CLUSTER, MODEL, PROFILE = "planned-cluster.yaml", "planned-model.yaml", "planned
 
 def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile | None) -> dict[str, Path]:
     """Write what a plan was made from beside it; the files, by name."""
-    write_text(folder / CLUSTER, cluster_text(cluster))
-    write_text(folder / MODEL, model_text(model))
+    write_text(folder / CLUSTER, file_text(cluster))
+    write_text(folder / MODEL, file_text(model))
     written = {CLUSTER: folder / CLUSTER, MODEL: folder / MODEL}
     (folder / PROFILE).unlink(missing_ok=True)  # of an earlier plan
     if profile is not None:
@@ -387,14 +381,9 @@ def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile |
     return written
 
 
-def cluster_text(cluster: Cluster) -> str:
-    """A cluster file; JSON, which is YAML too."""
-    return json.dumps(cluster.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
-
-
-def model_text(model: Model) -> str:
-    """A model file; JSON, which is YAML too."""
-    return json.dumps(model.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
+def file_text(value: Cluster | Model) -> str:
+    """A cluster file or a model file; JSON, which is YAML too."""
+    return json.dumps(value.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
 
 
 # From command-line options to an Estimator and a Goal, with all checks of input.
@@ -441,14 +430,10 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
             raise PlannerError(model_file, low, True, problem, f"Set {low}: false, or remove {', '.join(slow)}")
         return
     common = set.intersection(*(set(cluster.gpu(n.gpu).flops) for n in cluster.nodes))
-    raise PlannerError(
-        model_file,
-        "precision",
-        model.precision,
-        f"{', '.join(without)} in {cluster_file} cannot compute in it",
-        f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}: "
-        f"give --precision, or remove {', '.join(without)}",
-    )
+    hint = f"All GPUs of the cluster support {', '.join(sorted(common)) or 'nothing in common'}: "
+    hint += f"give --precision, or remove {', '.join(without)}"
+    problem = f"{', '.join(without)} in {cluster_file} cannot compute in it"
+    raise PlannerError(model_file, "precision", model.precision, problem, hint)
 
 
 def check_planned_precision(made: "Plan", model: Model, file: str) -> None:
@@ -473,13 +458,8 @@ def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
         return
     for i, node in enumerate(estimator.cluster.nodes):
         if node.usd_per_gpu_hour is None and estimator.cluster.gpu(node.gpu).usd_per_hour is None:
-            raise PlannerError(
-                file,
-                f"nodes[{i}].usd_per_gpu_hour",
-                None,
-                f"{node.gpu} has no known price",
-                "Give your price per GPU hour (0 for GPUs that cost nothing)",
-            )
+            key, hint = f"nodes[{i}].usd_per_gpu_hour", "Give your price per GPU hour (0 for GPUs that cost nothing)"
+            raise PlannerError(file, key, None, f"{node.gpu} has no known price", hint)
 
 
 def goal_from(options: argparse.Namespace) -> Goal:
@@ -494,9 +474,8 @@ def goal_from(options: argparse.Namespace) -> Goal:
     schedules = tuple(s.strip() for s in options.schedules.split(",") if s.strip())
     for schedule in schedules:
         if schedule not in SCHEDULES:
-            raise PlannerError(
-                "command line", "--schedules", schedule, "unknown schedule", f"Known: {', '.join(SCHEDULES)}"
-            )
+            hint = f"Known: {', '.join(SCHEDULES)}"
+            raise PlannerError("command line", "--schedules", schedule, "unknown schedule", hint)
     if not schedules:
         raise PlannerError("command line", "--schedules", options.schedules, "at least one schedule is needed")
     limits = options.max_usd_per_iteration, options.min_iterations_per_s, options.max_gpus

@@ -142,7 +142,6 @@ class _OtherWorld(Estimator):
     """Estimator of a cluster whose network or whose GPUs of one kind have another speed.
 
     Args:
-        base: With the figures given.
         network: Factor of the bandwidth between nodes and between zones.
         kind: Name of the kind of GPU whose speed differs; empty: none.
         speed: Factor of its speed.

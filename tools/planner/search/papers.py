@@ -93,7 +93,6 @@ def split(estimator: Estimator, parts: int, most: int, limits: Limits | None = N
 
     Args:
         parts: Equal parts of a node.
-        most: So many groups.
 
     Yields:
         The partitions into 1, 2, ..., ``most`` groups; each is within ``2 - 2/k`` of the minimum k-cut.
@@ -159,11 +158,7 @@ def search_zorse(
 
 
 def configure_groups(book: Book, parts: int, bound: float = inf) -> None:
-    """Phase 1 for every number of groups, then phase 2 for each.
-
-    Args:
-        bound: Value beyond which plans are of no use.
-    """
+    """Phase 1 for every number of groups, then phase 2 for each."""
     estimator = book.estimator
     nodes = sum(whole_cluster(estimator, 1, book.limits).values())
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)

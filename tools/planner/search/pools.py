@@ -38,7 +38,6 @@ def nodes_left_out(estimator: Estimator, most: Limits, count: int = 1) -> list[L
     """A part of the cluster without one node, for every pool.
 
     Args:
-        most: GPUs of each pool in that part.
         count: Nodes that are left out, of one pool or of different ones.
     """
     if count > 1:

@@ -105,15 +105,16 @@ def _fits(estimator: Estimator, pool: int, zero: int, batch: int, recompute: str
     return all(m.total_bytes <= estimator.memory_margin * m.capacity_bytes for m in mine)
 
 
+def _layer_s(estimator: Estimator, pool: int, tp: int, batch: int, recompute: str) -> float:
+    unit = estimator.unit(pool, tp, batch, recompute)
+    return unit.layer_f + unit.layer_b if unit else inf
+
+
 def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: str, tp: int = 1) -> tuple[Group, ...]:
     """All replicas of these pools; the fastest only where there are fewer microbatches than replicas."""
 
-    def seconds(pool: int) -> float:
-        u = estimator.unit(pool, tp, batch, recompute)
-        return u.layer_f + u.layer_b if u else inf
-
     left, counts = estimator.model.global_batch_size // batch, {}
-    for pool in sorted(pools, key=seconds):
+    for pool in sorted(pools, key=lambda pool: _layer_s(estimator, pool, tp, batch, recompute)):
         counts[pool] = min(left, estimator.cluster.nodes[pool].quota // tp)
         left -= counts[pool]
     return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
@@ -126,12 +127,7 @@ def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int, bo
     """
     estimator = book.estimator
     whole = widest(estimator, pools, 1, recompute)
-
-    def seconds(group: Group) -> float:
-        unit = estimator.unit(group.pool, 1, 1, recompute)
-        return unit.layer_f + unit.layer_b if unit else inf
-
-    fastest = sorted(whole, key=seconds)
+    fastest = sorted(whole, key=lambda group: _layer_s(estimator, group.pool, 1, 1, recompute))
     for count in range(len(fastest), 0, -1):
         stage = Stage(estimator.model.num_layers, tuple(sorted(fastest[:count])))
         base = Candidate((stage,), 1, recompute, zero_stage=zero)

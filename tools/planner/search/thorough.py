@@ -94,50 +94,31 @@ class _Tree:
                 continue
             rest = tuple(n - u for n, u in zip(left, use))
             cost = price + sum(self.estimator.price[p] * u for p, u in enumerate(use))
-            self._layers(stages, groups, units, rest, layers, before, price=cost)
-
-    def _layers(
-        self,
-        stages: list[Stage],
-        groups: tuple[Group, ...],
-        units: list,
-        rest: tuple[int, ...],
-        layers: int,
-        before: float,
-        price: float,
-    ) -> None:
-        first = not stages
-        rate_left = sum(n * r for n, r in zip(rest, self.best_rate))
-        for n in range(1, layers + 1):
-            last = n == layers
-            rate, least = 0.0, 1e30
-            for g, u in zip(groups, units):
-                seconds = u.both_s(n, first, last)
-                rate += g.count / seconds
-                least = min(least, seconds)
-            busy = before + max(self.total / rate, least)
-            if self._bound(busy, price) > self.limit():
-                return
-            here = [*stages, Stage(n, groups)]
-            if last:
-                self.nodes -= 1
-                self.book.try_slack(self.point.with_(stages=tuple(here)))
-                return
-            if not rate_left:
-                continue
-            ahead = before + least + self.total * (layers - n) / rate_left
-            if self._bound(ahead, price) > self.limit():
-                continue
-            self._grow(here, rest, layers - n, before + least, price)
+            rate_left = sum(n * r for n, r in zip(rest, self.best_rate))
+            for n in range(1, layers + 1):
+                rate, least = 0.0, 1e30
+                for g, u in zip(groups, units):
+                    seconds = u.both_s(n, not stages, n == layers)
+                    rate += g.count / seconds
+                    least = min(least, seconds)
+                busy = before + max(self.total / rate, least)
+                if self._bound(busy, cost) > self.limit():
+                    break
+                here = [*stages, Stage(n, groups)]
+                if n == layers:
+                    self.nodes -= 1
+                    self.book.try_slack(self.point.with_(stages=tuple(here)))
+                elif rate_left:
+                    ahead = before + least + self.total * (layers - n) / rate_left
+                    if self._bound(ahead, cost) <= self.limit():
+                        self._grow(here, rest, layers - n, before + least, cost)
 
 
 def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) -> bool:
     """Search all 1F1B plans; True when the search was complete.
 
     Args:
-        nodes: Of the tree, at most.
         margin: Plans that are slower than the best by no more than this share are kept.
-        known: Value of a plan that is known already.
     """
     model = book.estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)

@@ -38,11 +38,8 @@ State = tuple[float, float, float, float]
 class Place:
     """Holds what is known of a replica before layers are: what it computes, and what comes after its stage.
 
-    Args:
-        share: Its part of the microbatches.
-
     Attributes:
-        share: As given.
+        share: Its part of the microbatches.
         later: Replicas of later stages.
         after: Later stages.
     """
@@ -121,7 +118,6 @@ class Schedule:
         longest part is done.
 
         Args:
-            stages: At their operating points.
             transfers: Seconds of one transfer over each boundary.
             total: Microbatches of one of the equal pipelines.
         """
@@ -140,8 +136,7 @@ class Schedule:
             *alone, worst = out
             return Pipeline(worst, stages[which].busy_s, which, 0.0, alone)
         round_trip, slowest = _round_trips(stages, ways, cut, at_once)
-        links_s = _links_s(stages, transfers)
-        arrive_s, leave_s = _paces_s(stages, links_s)
+        arrive_s, leave_s, links_s = _paces_s(stages, transfers)
         before, worst, busy, which = 0.0, 0.0, 0.0, 0
         drain, alone, longest_s = 0.0, [], max(at_once)
         for s, stage in enumerate(stages):
@@ -177,7 +172,21 @@ class Schedule:
             found = (c_double * len(stages))()
             compiled.het_loops(len(stages), figures_of(stages), row_of(ways), cut, found)
             return found[:]
-        return _loops_s(stages, ways, cut)
+        # A stage goes on when the later ones of a loop have answered.
+        both = [(stage.forward_s + stage.backward_s) / cut for stage in stages]
+        total, widths = _passes(stages[0]), [sum(stage.counts) for stage in stages]
+        ahead = [sum([n * held for n, held in zip(stage.counts, stage.in_flight)]) for stage in stages]
+        if cut > 1:  # a stage that is one nearer to the end is ahead by one pass forward and one back less
+            total, widths = cut * stages[0].microbatches[0], [1] * len(stages)
+            ahead = list(range(2 * len(stages), 0, -2))
+        out = []
+        for s, own in enumerate(both):
+            loop, worst = own, own / widths[s]
+            for e in range(s + 1, len(both)):
+                loop += 2 * ways[e - 1] + both[e]
+                worst = max(worst, loop / (ahead[s] - ahead[e] + widths[e]))
+            out.append(total * worst)
+        return out
 
     def waits_s(
         self, estimator: OperatingPoints, candidate: Candidate, stages: Sequence[StageTimes], ways: Sequence[float]
@@ -207,7 +216,6 @@ class Schedule:
 
         Args:
             like: With a split vocabulary.
-            unit: A replica of the stage.
         """
         return 0.0
 
@@ -368,48 +376,21 @@ def _round_trips(
     return round_trip, slowest
 
 
-def _links_s(stages: Sequence[StageTimes], transfers: Sequence[float]) -> list[float]:
-    """Seconds in which all microbatches go over each boundary: a replica sends one message after the other."""
-    total, widths = _passes(stages[0]), [sum(stage.counts) for stage in stages]
-    return [total / min(pair) * way for pair, way in zip(zip(widths, widths[1:]), transfers)]
-
-
-def _paces_s(stages: Sequence[StageTimes], links_s: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Least time in which all microbatches come to a stage, and in which all gradients leave it, by stage."""
+def _paces_s(stages: Sequence[StageTimes], transfers: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
+    """Least time in which all microbatches come to a stage, all gradients leave it, and all go over each boundary."""
     total, there, back = _passes(stages[0]), [0.0], [0.0]
-    for stage, link_s in zip(stages, links_s):
-        width = sum(stage.counts)
+    widths = [sum(stage.counts) for stage in stages]
+    # A replica sends one message after the other.
+    links_s = [total / min(pair) * way for pair, way in zip(zip(widths, widths[1:]), transfers)]
+    for stage, width, link_s in zip(stages, widths, links_s):
         there.append(max(there[-1], total * stage.forward_s / width, link_s))
         back.append(max(back[-1], total * stage.backward_s / width, link_s))
-    return there, back
+    return there, back, links_s
 
 
 def _passes(stage: StageTimes) -> int:
     """Microbatches of all replicas of a stage."""
     return sum([n * k for n, k in zip(stage.counts, stage.microbatches)])
-
-
-def _loops_s(stages: Sequence[StageTimes], ways: Sequence[float], cut: int) -> list[float]:
-    """Returns :meth:`Schedule.loops_s`: a stage goes on when the later ones of a loop have answered.
-
-    Args:
-        ways: Seconds of a message over each boundary.
-        cut: Pieces of a microbatch.
-    """
-    both = [(stage.forward_s + stage.backward_s) / cut for stage in stages]
-    total, widths = _passes(stages[0]), [sum(stage.counts) for stage in stages]
-    ahead = [sum([n * held for n, held in zip(stage.counts, stage.in_flight)]) for stage in stages]
-    if cut > 1:  # a stage that is one nearer to the end is ahead by one pass forward and one back less
-        total, widths = cut * stages[0].microbatches[0], [1] * len(stages)
-        ahead = list(range(2 * len(stages), 0, -2))
-    out = []
-    for s, own in enumerate(both):
-        loop, worst = own, own / widths[s]
-        for e in range(s + 1, len(both)):
-            loop += 2 * ways[e - 1] + both[e]
-            worst = max(worst, loop / (ahead[s] - ahead[e] + widths[e]))
-        out.append(total * worst)
-    return out
 
 
 def _stall_s(
