@@ -38,6 +38,7 @@ _REFUSED = (
         for name in ("logits_save_dir", "logits_load_dir")
     ),
     Refusal("dist_ckpt_strictness", "Megatron takes no list of keys from loading", lambda v: "return_" in f"{v}"),
+    Refusal("ckpt_convert_format", "it names files by ranks that other plans and Megatron do not have", is_given),
     Refusal("ddp_average_in_collective", "gradients are divided once, by the tokens of all replicas"),
     Refusal("perform_rl_step", "reinforcement learning is not supported with a plan"),
     Refusal("yaml_cfg", "give the options as flags"),

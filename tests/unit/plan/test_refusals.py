@@ -86,6 +86,7 @@ SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
         ({"logits_save_dir": "x"}, "--logits-save-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"logits_load_dir": "x"}, "--logits-load-dir = 'x'.*numbers microbatches by data-parallel rank"),
         ({"dist_ckpt_strictness": "return_all"}, "--dist-ckpt-strictness = 'return_all'.*no list of keys"),
+        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format = .torch.*names files by ranks"),
         ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute.*output layer would get no"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
