@@ -446,7 +446,7 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         )
 
 
-WHICH_SCHEDULE = "Go on with this run's by --override-opt_param-scheduler, or else --use-checkpoint-opt_param-scheduler"
+REMEDY = "Add --override-opt_param-scheduler (this run's) or --use-checkpoint-opt_param-scheduler (the checkpoint's)"
 
 
 def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
@@ -457,7 +457,7 @@ def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
         before, now = getattr(saved, name, None), getattr(args, name, None)
         if None not in (before, now) and before != now:
             flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {WHICH_SCHEDULE}")
+            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {REMEDY}")
 
 
 def check_tracked_form(args: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_het.checkpoint.choice import (
-    WHICH_SCHEDULE,
+    REMEDY,
     CheckpointError,
     agreed_problems,
     check_optimizer_state,
@@ -315,7 +315,7 @@ def _with_a_remedy() -> Iterator[None]:
     except AssertionError as error:
         if not (words := str(error)).startswith("OptimizerParamScheduler: class input"):
             raise
-        _refuse(f"--load: this run's{words.partition('input')[2]}; lengths are in samples. {WHICH_SCHEDULE}")
+        _refuse(f"--load: this run's{words.partition('input')[2]}; lengths are in samples. {REMEDY}")
 
 
 def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:

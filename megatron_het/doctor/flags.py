@@ -55,11 +55,14 @@ class Flags(Check):
 
 
 def unseen_data(flags: tuple[str, ...]) -> list[str]:
-    """Data sets of ``--data-path`` that this machine does not have; the first and the last stage read them."""
-    after = flags[flags.index("--data-path") + 1 :] if "--data-path" in flags else ()
-    named = [word for word in itertools.takewhile(lambda word: word[:2] != "--", after) if "://" not in word]
-    gone = [w for w in named if "/" in w and not Path(w).exists() and not Path(f"{w}.idx").exists()]
-    return [f"--data-path: there is no {word}.idx" for word in gone]
+    """Data sets that this machine does not have; the first and the last stage read them."""
+    found = []
+    for flag in ("--data-path", *(f"--{split}-data-path" for split in ("train", "valid", "test"))):
+        after = flags[flags.index(flag) + 1 :] if flag in flags else ()
+        named = [word for word in itertools.takewhile(lambda word: word[:2] != "--", after) if "://" not in word]
+        gone = [w for w in named if "/" in w and not Path(w).exists() and not Path(f"{w}.idx").exists()]
+        found += [f"{flag}: there is no {word}.idx" for word in gone]
+    return found
 
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:

@@ -122,7 +122,8 @@ class Agent:
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        self._has_met = self._waits = False  # the controller has ever answered; what waits was said
+        # The controller has ever answered; it was said what is waited for, or that the node leaves.
+        self._has_met = self._waits = False
         self._away_since_s: float | None = None
         self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
         self._workers: list[_Worker] = []

@@ -133,13 +133,14 @@ def test_a_node_with_two_kinds(monkeypatch, tmp_path):
         assert [where for where, _ in rows(found, Status.FAULT)] == faults
 
 
-def test_data_that_a_machine_does_not_have(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
+def test_data_that_a_machine_does_not_have(tmp_path, monkeypatch, flag):
     (tmp_path / "here.idx").touch()
-    words = ("--data-path", "0.3", f"{tmp_path}/here", "0.7", f"{tmp_path}/gone", "--lr", "/1")
+    words = (flag, "0.3", f"{tmp_path}/here", "0.7", f"{tmp_path}/gone", "--lr", "/1")
     stages = tuple(Stage((1,), (Replica((rank,), (0, 1)),)) for rank in range(3))
     plan = Plan(ModelShape(3, 32, 4, 2, 32), TrainingShape(1, 2), stages)
     monkeypatch.setattr(checked_flags, "problems_of", lambda *_: ({}, []))
-    for rank, told in ((0, [f"--data-path: there is no {tmp_path}/gone.idx"]), (1, [])):
+    for rank, told in ((0, [f"{flag}: there is no {tmp_path}/gone.idx"]), (1, [])):
         seat = Seat(rank, rank, ("a",) * 3, plan, words, Expectations(), None, tmp_path)
         assert Flags().measure(seat)["problems"] == told
 

@@ -60,6 +60,8 @@ def layer_work(
 
     Args:
         tokens: Tokens of one rank before division by TP (with CP: its part of the sequences).
+        ep: Parts over which the experts are divided.
+        expert_tp: Ranks that cut one expert.
         heads: What a rank of a recurrent layer scans over ``tokens``: context-parallel ranks divide its heads evenly.
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1

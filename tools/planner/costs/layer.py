@@ -368,6 +368,7 @@ def activation_bytes(
 
     Args:
         cp: The tokens of a sequence over those that the rank holds.
+        expert_tp: Ranks that cut one expert, 0 for all of the TP group.
     """
     e, s, h = model.element_bytes, model.seq_length, model.hidden_size
     tokens = batch * s / cp
