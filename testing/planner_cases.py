@@ -22,11 +22,11 @@ from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.analysis import even_stages
 from tools.planner.report.tables import describe
 from tools.planner.search.auto import search_auto
-from tools.planner.search.book import LESS, Book, Groups
+from tools.planner.search.candidate_cache import LESS, CandidateCache, Groups
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Effort, Goal, Outcome, Progress
-from tools.planner.search.thorough import stage_options
+from tools.planner.search.outcome import Effort, Goal, Progress, SearchResult
+from tools.planner.search.part_search import stage_options
 
 # The automatic search against exhaustive enumeration on small random clusters.
 
@@ -446,7 +446,7 @@ def read_back(estimator: Estimator, plan: Plan) -> tuple[Candidate, float]:
     return candidate, simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
 
 
-def promised(estimator: Estimator, outcome: Outcome) -> float | None:
+def promised(estimator: Estimator, outcome: SearchResult) -> float | None:
     """Simulated time of the plan that is written, read back as ``simulate`` does, over what was promised."""
     best = outcome.best
     if best is None or not best.runnable:
@@ -464,17 +464,17 @@ def promised(estimator: Estimator, outcome: Outcome) -> float | None:
 def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RANDOM_CANDIDATES) -> float:
     """The best of so many random plans with balanced layers; the most promising are simulated."""
     rng, model = random.Random(seed), estimator.model
-    book = Book(estimator, goal, Progress())
+    memo = CandidateCache(estimator, goal, Progress())
     for _ in range(count):
         like = Candidate(
             (), rng.choice(model.batch_sizes), rng.choice(model.recompute), zero_stage=int(model.distributed_optimizer)
         )
         groups = _random_groups(estimator, rng)
         if groups is not None:
-            book.try_groups(groups, like)
-            book.try_groups(groups, like.with_(schedule="interleaved", chunks=rng.choice((2, 3, 4))))
-    outcome = Outcome("random")
-    finish(book, outcome, estimator, goal, Effort(), lambda c: c)
+            memo.try_groups(groups, like)
+            memo.try_groups(groups, like.with_(schedule="interleaved", chunks=rng.choice((2, 3, 4))))
+    outcome = SearchResult("random")
+    finish(memo, outcome, estimator, goal, Effort(), lambda c: c)
     return outcome.best.value(goal) if outcome.best else inf
 
 
@@ -502,7 +502,7 @@ def best_value(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
     return value_of(search("auto", with_catalog(Cluster(nodes=tuple(nodes)), model), goal), goal)
 
 
-def value_of(outcome: Outcome, goal: Goal) -> float:
+def value_of(outcome: SearchResult, goal: Goal) -> float:
     """Value of the best plan, also where a plainer one was taken."""
     return min((found.value(goal) for found in outcome.found if found.runnable), default=inf)
 

@@ -19,7 +19,7 @@ from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import finish
 from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance, relieved
-from tools.planner.search.book import Book
+from tools.planner.search.candidate_cache import CandidateCache
 from tools.planner.search.methods import (
     best_regular,
     changes,
@@ -29,7 +29,7 @@ from tools.planner.search.methods import (
     search,
     with_experts,
 )
-from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Found, Goal, Progress, SearchResult
 
 GOAL = Goal()
 
@@ -47,7 +47,7 @@ def estimator(gpu: str = "H100-SXM", nodes: int = 2, intra: float | None = None,
 
 def chosen(priced: Estimator, candidate: Candidate) -> Found:
     estimate = priced.estimate(candidate)
-    outcome = Outcome("auto")
+    outcome = SearchResult("auto")
     if priced.fits(estimate):
         outcome.found = [Found(candidate, estimate, block_s(priced, candidate, estimate))]
     else:
@@ -105,11 +105,11 @@ def test_finalists_far_behind_another_schedule_are_not_simulated(
     other: float, simulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priced, candidate = estimator(), Candidate(two_stages(), 1, zero_stage=1)
-    book, outcome = Book(priced, GOAL, Progress()), Outcome("auto")
-    known = other * book.try_candidate(candidate)
+    memo, outcome = CandidateCache(priced, GOAL, Progress()), SearchResult("auto")
+    known = other * memo.try_candidate(candidate)
     monkeypatch.setattr(finish, "least_s", lambda *_: 0.0)  # nothing certain is known of it
-    queues = finish._queues(book, 1)
-    found = [*finish._finalists(book, outcome, priced, Effort(), queues, lambda c: c, bound=inf, known=known)]
+    queues = finish._queues(memo, 1)
+    found = [*finish._finalists(memo, outcome, priced, Effort(), queues, lambda c: c, bound=inf, known=known)]
     assert len(found) == outcome.simulations == simulated
 
 

@@ -26,7 +26,7 @@ from tools.planner.costs.schedules import SCHEDULES, base, pipelines
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.search.balance import balance
-from tools.planner.search.book import _ROW, divide, stages_s
+from tools.planner.search.candidate_cache import _ROW, divide, stages_s
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from tools.planner.costs.simulation import block_s
 from tools.planner.costs.stages import rows_of
 from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.model_parts import Experts
+from tools.planner.search import part_search
 from tools.planner.search import seeds as seeds_module
-from tools.planner.search import thorough as thorough_module
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
-from tools.planner.search.book import Book, there
+from tools.planner.search.candidate_cache import CandidateCache, there
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import NORMAL, Found, Goal, Progress, collector_paused
 from tools.planner.search.pools import all_gpus
@@ -243,7 +243,7 @@ def test_layers_are_balanced_for_a_split_vocabulary_and_for_whole_experts() -> N
 def test_vocabularies_are_split_from_the_start_where_the_head_is_long() -> None:
     def split(vocab: int, stages: int) -> bool:
         estimator = _prices(vocab=vocab)
-        found = even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 50)
+        found = even_seeds(CandidateCache(estimator, Goal(), Progress()), all_gpus(estimator), 50)
         return any(like.rows for groups, like in with_split_vocabulary(estimator, found) if len(groups) == stages)
 
     assert not split(8192, 2) and split(128256, 2)
@@ -347,30 +347,31 @@ def test_little_memory_gets_a_larger_tp_size():
 def test_even_stages_fill_nodes():
     """Six replicas, a node's, are no power of two; nothing that must be slower than the best is there."""
     estimator = fast_and_small()
-    book = Book(estimator, Goal(), Progress())
-    found = list(even_seeds(book, all_gpus(estimator), 1000))
+    memo = CandidateCache(estimator, Goal(), Progress())
+    found = list(even_seeds(memo, all_gpus(estimator), 1000))
     assert any(len(groups) == 2 and groups[0][0] == Group(0, 1, 6) for groups, _ in found)
     for groups, _ in found:
         assert len({stage[0].count for stage in groups}) == 1 and all(len(stage) == 1 for stage in groups)
         assert there(estimator, all_gpus(estimator), groups)
-    few = list(even_seeds(book, all_gpus(estimator), 10))
+    few = list(even_seeds(memo, all_gpus(estimator), 10))
     assert few[:10] == found[:10] and few[-1][1].recompute == "full"  # as long as nothing fits
-    book.best = 1e9
-    few = list(even_seeds(book, all_gpus(estimator), 10))
+    memo.best = 1e9
+    few = list(even_seeds(memo, all_gpus(estimator), 10))
     assert few == found[: len(few)] and all(like.recompute == "none" for _, like in few)
-    book.bound = 1e-9
-    assert not list(even_seeds(book, all_gpus(estimator), 1000))
+    memo.bound = 1e-9
+    assert not list(even_seeds(memo, all_gpus(estimator), 1000))
 
 
 def test_even_stages_of_several_pools():
     """As many stages of two pools of three as these give, with TP sizes of their own, the slower replicas first."""
     three = cluster_of(("H200", 2, 6, 25e9), ("V100-16", 4, 4, 12.5e9), ("T4", 1, 1, 25e9))
     estimator = estimator_of(three, fast_and_small().model)
-    found = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)]
+    memo = CandidateCache(estimator, Goal(), Progress())
+    found = [groups for groups, _ in even_seeds(memo, all_gpus(estimator), 10_000)]
     assert ((Group(1, 2, 2),),) * 4 + ((Group(0, 1, 2),),) * 6 in found
     assert ((Group(1, 1, 4),),) * 4 + ((Group(0, 1, 4),),) * 3 in found
     assert max(len(groups) for groups in found) <= 12  # layers
-    alone = [groups for groups, _ in even_seeds(Book(estimator, Goal(), Progress()), (12, 0, 0), 10_000)]
+    alone = [groups for groups, _ in even_seeds(CandidateCache(estimator, Goal(), Progress()), (12, 0, 0), 10_000)]
     assert {stage[0].pool for groups in alone for stage in groups} == {0}
 
 
@@ -379,7 +380,7 @@ def test_even_stages_of_many_pools_share_a_tp_size(monkeypatch: pytest.MonkeyPat
     estimator = fast_and_small()
 
     def sizes() -> set[tuple[tuple[int, int], ...]]:
-        found = even_seeds(Book(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)
+        found = even_seeds(CandidateCache(estimator, Goal(), Progress()), all_gpus(estimator), 10_000)
         return {tuple(sorted({(s[0].pool, s[0].tp) for s in groups})) for groups, _ in found}
 
     some = sizes()
@@ -391,15 +392,15 @@ def test_even_stages_of_many_pools_share_a_tp_size(monkeypatch: pytest.MonkeyPat
 
 def test_a_second_climb_goes_where_the_first_has_been(monkeypatch: pytest.MonkeyPatch):
     estimator = fast_and_small()
-    book, limits = Book(estimator, Goal(), Progress()), all_gpus(estimator)
-    groups, like = next(even_seeds(book, limits, 1))
+    memo, limits = CandidateCache(estimator, Goal(), Progress()), all_gpus(estimator)
+    groups, like = next(even_seeds(memo, limits, 1))
     start = balance(estimator, groups, like)
     assert start is not None
-    thorough_module._climb(book, NORMAL, start, limits)
-    assert (best := book.best) < book.try_candidate(start)
-    monkeypatch.setattr(thorough_module, "_better", None)  # nothing is looked at again
-    thorough_module._climb(book, NORMAL, start, limits)
-    assert book.best == best
+    part_search._climb(memo, NORMAL, start, limits)
+    assert (best := memo.best) < memo.try_candidate(start)
+    monkeypatch.setattr(part_search, "_better", None)  # nothing is looked at again
+    part_search._climb(memo, NORMAL, start, limits)
+    assert memo.best == best
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -19,18 +19,17 @@ from tools.planner.costs.simulation import block_s, simulate_block, simulate_can
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model
-from tools.planner.search import auto, finish
-from tools.planner.search import thorough as thorough_search
+from tools.planner.search import auto, finish, part_search
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance
-from tools.planner.search.book import Book
 from tools.planner.search.bounds import Bounds
+from tools.planner.search.candidate_cache import CandidateCache
 from tools.planner.search.finish import _may_compute
 from tools.planner.search.moves import neighbours, trimmed
-from tools.planner.search.outcome import Effort, Found, Goal, Outcome, Progress
+from tools.planner.search.outcome import Effort, Found, Goal, Progress, SearchResult
+from tools.planner.search.part_search import SearchContext
 from tools.planner.search.pools import all_gpus, nodes_left_out, parts, pools_left_out, rounded_down
 from tools.planner.search.seeds import seeds
-from tools.planner.search.thorough import Ground
 
 
 def fast_and_slow() -> tuple[Cluster, Model]:
@@ -42,13 +41,13 @@ def fast_and_slow() -> tuple[Cluster, Model]:
 
 def test_local_search_goes_on_where_it_has_ended():
     """A better plan is behind worse ones; of what is met there nothing worse takes the place of a finalist."""
-    book = Book(with_catalog(*random_pool(145)), Goal(), Progress())
+    memo = CandidateCache(with_catalog(*random_pool(145)), Goal(), Progress())
     effort = Effort(sketches=100, seeds=12, steps=80, beam=1, counts=1)
-    thorough_search.explore(book, effort, book.limits)
-    before, known = book.best, set(book.good)
-    thorough_search._walk(book, effort, book.limits, thorough_search.PAST, inf)
-    assert book.best < 0.9 * before and known < set(book.good)
-    assert all(score < before for candidate, (score, _) in book.good.items() if candidate not in known)
+    part_search.explore(memo, effort, memo.limits)
+    before, known = memo.best, set(memo.good)
+    part_search._walk(memo, effort, memo.limits, part_search.PAST, inf)
+    assert memo.best < 0.9 * before and known < set(memo.good)
+    assert all(score < before for candidate, (score, _) in memo.good.items() if candidate not in known)
 
 
 def test_parts_of_a_cluster():
@@ -83,27 +82,27 @@ def test_a_power_of_two_of_one_pool():
 def test_nodes_are_left_out_as_long_as_that_is_better(monkeypatch):
     """The best part has two nodes of one pool less; what is no better is not gone on from."""
     times = {(24, 22): 9.0, (24, 20): 8.0, (24, 18): 7.0, (16, 18): 6.5, (8, 16): 1.0}
-    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
+    context = SearchContext(estimator_of(*fast_and_slow()), Goal(), Progress())
     searched = []
 
-    def explore(book, effort, limits):
+    def explore(memo, effort, limits):
         searched.append(limits)
-        book.top = lambda _: [(limits, None)]
-        book.try_candidate(limits)
+        memo.top = lambda _: [(limits, None)]
+        memo.try_candidate(limits)
 
-    def price(book, candidate):
-        book.best = min(book.best, times.get(candidate, 10.0))
+    def price(memo, candidate):
+        memo.best = min(memo.best, times.get(candidate, 10.0))
 
-    monkeypatch.setattr(thorough_search, "explore", explore)
-    monkeypatch.setattr(thorough_search, "_climb_by_stages", lambda *_: None)
-    monkeypatch.setattr(thorough_search, "_walk", lambda *_: None)
-    monkeypatch.setattr(Book, "try_candidate", price)
+    monkeypatch.setattr(part_search, "explore", explore)
+    monkeypatch.setattr(part_search, "_climb_by_stages", lambda *_: None)
+    monkeypatch.setattr(part_search, "_walk", lambda *_: None)
+    monkeypatch.setattr(CandidateCache, "try_candidate", price)
     monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
-    book = Book(ground.merged.estimator, ground.goal, ground.progress)
-    book.best = 9.0
-    thorough_search._parts(book, Effort(), ground.bounds, ground.whole, is_near=True)
+    memo = CandidateCache(context.merged.estimator, context.goal, context.progress)
+    memo.best = 9.0
+    part_search._parts(memo, Effort(), context.bounds, context.whole, is_near=True)
     assert {(16, 22), (24, 20), (24, 16), (0, 22), (24, 0), (8, 22), (16, 20), (24, 18)} <= set(searched)
-    assert book.best == 6.5 and len(searched) == len(set(searched)) < 20
+    assert memo.best == 6.5 and len(searched) == len(set(searched)) < 20
 
 
 def test_replicas_of_all_nodes_but_one_are_added():
@@ -122,23 +121,25 @@ def test_replicas_that_shorten_nothing_are_left_out():
     mixed = Stage(6, (Group(0, 1, 10), Group(1, 1, 5))), Stage(6, (Group(1, 1, 16),))
     counts = [[g.count for s in trimmed(estimator, Candidate(c, 1)).stages for g in s.groups] for c in (wide, mixed)]
     assert counts == [[13, 16], [10, 5, 16]]
-    book = Book(estimator, Goal(), Progress())
-    book.try_candidate(Candidate(wide, 1, zero_stage=1))
-    thorough_search._polish(book)
-    assert any([s.groups[0].count for s in c.stages] == [13, 16] for c in book.good)
+    memo = CandidateCache(estimator, Goal(), Progress())
+    memo.try_candidate(Candidate(wide, 1, zero_stage=1))
+    part_search._polish(memo)
+    assert any([s.groups[0].count for s in c.stages] == [13, 16] for c in memo.good)
 
 
 def test_of_finalists_that_look_alike_kinds_side_by_side_are_simulated_first(monkeypatch):
     """The closed form hardly knows places; a plan whose kinds take turns used up what may be simulated."""
     estimator = estimator_of(*fast_and_slow())
-    book, fast, slow = Book(estimator, Goal(), Progress()), Stage(4, (Group(0, 1, 8),)), Stage(4, (Group(1, 1, 8),))
+    memo = CandidateCache(estimator, Goal(), Progress())
+    fast, slow = Stage(4, (Group(0, 1, 8),)), Stage(4, (Group(1, 1, 8),))
     for stages, seconds in (((fast, slow, fast), 1.0), ((fast, fast, slow), 1.0005)):
         candidate = Candidate(stages, 1, zero_stage=1)
         estimate = estimator.estimate(candidate)._replace(iteration_s=seconds)
-        book.good[candidate] = seconds, estimate
+        memo.good[candidate] = seconds, estimate
     monkeypatch.setattr(finish, "_simulated", lambda e, g, candidate, estimate, *_: Found(candidate, estimate, 1.0))
-    queues = finish._queues(book, 10)
-    found = finish._finalists(book, Outcome("auto"), estimator, Effort(), queues, lambda c: c, bound=inf, known=inf)
+    queues = finish._queues(memo, 10)
+    result = SearchResult("auto")
+    found = finish._finalists(memo, result, estimator, Effort(), queues, lambda c: c, bound=inf, known=inf)
     assert [f.candidate.stages for f in found] == [(fast, fast, slow), (fast, slow, fast)]
 
 
@@ -155,28 +156,28 @@ def test_the_fewest_slices_are_tried_where_passes_have_tokens_enough():
 
 def test_the_nodes_of_the_best_plans_are_searched_alone(monkeypatch):
     """Whole nodes of several kinds; of one kind alone there is a search already.  A better plan is gone on from."""
-    ground = Ground(estimator_of(*fast_and_slow()), Goal(), Progress())
+    context = SearchContext(estimator_of(*fast_and_slow()), Goal(), Progress())
 
     def found(seconds: float, *groups: Group) -> Found:
         candidate = Candidate(tuple(Stage(12 // len(groups), (group,)) for group in groups), 1, zero_stage=1)
-        return Found(candidate, ground.estimator.estimate(candidate), seconds, confirmed=True)
+        return Found(candidate, context.estimator.estimate(candidate), seconds, confirmed=True)
 
     fast, slow = Group(0, 1, 15), Group(1, 1, 3)
-    outcome = Outcome("auto", found=[found(8.0, Group(0, 1, 24)), found(9.0, fast, slow), found(9.5, slow, fast)])
+    outcome = SearchResult("auto", found=[found(8.0, Group(0, 1, 24)), found(9.0, fast, slow), found(9.5, slow, fast)])
     outcome.found.append(found(9.9, Group(0, 1, 24), Group(1, 1, 22)))
     better, searched = found(7.0, Group(0, 1, 8), Group(1, 1, 4)), []
 
-    def search(ground, limits, known, effort):
+    def search(context, limits, known, effort):
         searched.append((limits, known))
-        return Outcome("auto", found=[better] if limits == (16, 4) else [])
+        return SearchResult("auto", found=[better] if limits == (16, 4) else [])
 
-    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(auto, "part_search", search)
     monkeypatch.setattr(Bounds, "excludes", lambda *_: False)
-    auto._parts_alone(ground, outcome)
+    auto._parts_alone(context, outcome)
     assert searched == [((16, 4), 8.0), ((8, 4), 7.0), ((24, 20), 7.0)]  # at last one A100 node less, the least loss
     assert outcome.best == better
     worse = [Found(better.candidate, better.estimate, 9.0)]
-    assert finish.confirm(ground.estimator, Goal(), worse, 8.0) == worse  # which are not confirmed
+    assert finish.confirm(context.estimator, Goal(), worse, 8.0) == worse  # which are not confirmed
 
 
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
@@ -186,11 +187,11 @@ def test_parts_of_a_small_cluster_are_searched_for_every_objective(objective, mo
     nodes = tuple(n.model_copy(update={"usd_per_gpu_hour": 1.0}) for n in cluster_of(*kinds).nodes)
     searched = []
 
-    def search(ground, limits, *_, **__):
+    def search(context, limits, *_, **__):
         searched.append(limits)
-        return Outcome("auto")
+        return SearchResult("auto")
 
-    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(auto, "part_search", search)
     monkeypatch.setattr(auto, "_published_methods", lambda *_: None)
     search_auto(estimator_of(Cluster(nodes=nodes), fast_and_slow()[1]), Goal(objective))
     assert {(8, 8), (8, 6), (4, 8)} <= set(searched)
@@ -200,14 +201,14 @@ def test_a_model_that_is_far_too_large_is_searched_on_the_whole_cluster_only(mon
     """987 GB of state in 269 GB: parts, proofs and published methods took 8 of 9 seconds to find nothing."""
     estimator, searched = with_catalog(*random_pool(8, "experts")), []
     assert not estimator.may_hold(all_gpus(estimator)) and with_catalog(*random_pool(20)).may_hold((1, 8, 2, 4))
-    assert not thorough_search.branch_and_bound(Book(estimator, Goal(), Progress()), 100, 0.1)
+    assert not part_search.branch_and_bound(CandidateCache(estimator, Goal(), Progress()), 100, 0.1)
 
-    def search(ground, limits, *_, **__):
+    def search(context, limits, *_, **__):
         searched.append(limits)
         nearest = Candidate((Stage(40, (Group(0, 1, 6),)),), 1)
-        return Outcome("auto", nearest=(nearest, estimator.estimate(nearest)))
+        return SearchResult("auto", nearest=(nearest, estimator.estimate(nearest)))
 
-    monkeypatch.setattr(auto, "thorough", search)
+    monkeypatch.setattr(auto, "part_search", search)
     monkeypatch.setattr(auto, "_published_methods", lambda *_: pytest.fail("they are asked"))
     assert search_auto(estimator, Goal()).nearest is not None and searched == [all_gpus(estimator)]
 
@@ -240,12 +241,12 @@ def test_as_many_ministages_as_layers_are_tried():
 def test_what_stages_compute_at_least_is_below_every_price():
     """Starting points and changes of plans are left out where that is too much."""
     estimator, goal, shares = with_catalog(*random_pool(2)), Goal(), []
-    book = Book(estimator, goal, Progress())
-    for groups, like in islice(seeds(book, 40, all_gpus(estimator), [inf]), 300):
+    memo = CandidateCache(estimator, goal, Progress())
+    for groups, like in islice(seeds(memo, 40, all_gpus(estimator), [inf]), 300):
         candidate = balance(estimator, groups, like)
         estimate = candidate and estimator.estimate(candidate)
         if candidate and estimate:
-            shares.append(book.sketch.least(groups, like) / estimate.iteration_s)
+            shares.append(memo.sketch.least(groups, like) / estimate.iteration_s)
             may_compute = _may_compute(estimator, goal, Found(candidate, estimate), estimate.iteration_s)
             assert all(may_compute(s, *stage) for s, stage in enumerate(candidate.stages))
     assert 0.95 < max(shares) <= 1 + 1e-9
@@ -387,7 +388,7 @@ def pipeline(*widths: int, layers: int = 12, tp: int = 1) -> tuple[Stage, ...]:
 
 
 def runs(found: Estimator, candidate: Candidate) -> bool:
-    return Book(found, Goal(), Progress()).try_candidate(candidate) < inf
+    return CandidateCache(found, Goal(), Progress()).try_candidate(candidate) < inf
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -29,10 +29,10 @@ from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
 from tools.planner.search import finish
 from tools.planner.search.auto import search_auto
-from tools.planner.search.book import Sketch
+from tools.planner.search.candidate_cache import Sketch
 from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found, Goal, Outcome, Shift
-from tools.planner.search.overlap import PLAINER, SMALL, blocking_ratio, irregularity, prefer_plain, prefer_steady
+from tools.planner.search.outcome import Found, Goal, SearchResult, Shift
+from tools.planner.search.overlap import NEAR, PLAINER, blocking_ratio, irregularity, prefer_plain, prefer_steady
 
 BATCH = 64
 
@@ -159,13 +159,13 @@ def found(estimator, stages: int, seconds: float) -> Found:
     return Found(candidate, estimate, seconds, confirmed=True)
 
 
-@pytest.mark.parametrize(("longer", "chosen"), [(SMALL / 2, 1), (SMALL * 1.1, 4)])
+@pytest.mark.parametrize(("longer", "chosen"), [(NEAR / 2, 1), (NEAR * 1.1, 4)])
 def test_a_plan_without_transfers_is_chosen_where_it_takes_hardly_longer(longer: float, chosen: int):
     estimator = estimator_of(CLUSTER, MODEL)
     fast, other = found(estimator, 4, 10.0), found(estimator, 1, 10.0 * (1 + longer))
     assert blocking_ratio(estimator, fast.candidate, fast.estimate) > 1.05
     assert blocking_ratio(estimator, other.candidate, other.estimate) is None
-    outcome = Outcome("auto", [fast, other])
+    outcome = SearchResult("auto", [fast, other])
     prefer_plain(estimator, Goal(), outcome)
     assert len(outcome.best.candidate.stages) == chosen
     assert len(outcome.found) == 2
@@ -182,7 +182,7 @@ def test_a_plan_without_transfers_is_chosen_where_it_takes_hardly_longer(longer:
 def test_what_gains_less_than_it_loses_is_not_chosen():
     """Two plans of the same stages: the slower one depends on overlap as much."""
     estimator = estimator_of(CLUSTER, MODEL)
-    outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 4, 10.01)])
+    outcome = SearchResult("auto", [found(estimator, 4, 10.0), found(estimator, 4, 10.01)])
     prefer_plain(estimator, Goal(), outcome)
     assert outcome.passed_over is None and outcome.best.iteration_s == 10.0
 
@@ -192,7 +192,7 @@ def test_where_nothing_overlaps_and_under_a_goal_of_cost_the_best_stays():
     in_turn = estimator_of(CLUSTER, MODEL)
     in_turn.runtime = replace(MEGATRON_HET, transfers_in_turn=True)
     for estimators, goal in ((in_turn, Goal()), (estimator, Goal(objective="cost"))):
-        outcome = Outcome("auto", [found(estimator, 4, 10.0), found(estimator, 1, 10.01)])
+        outcome = SearchResult("auto", [found(estimator, 4, 10.0), found(estimator, 1, 10.01)])
         prefer_plain(estimators, goal, outcome)
         assert len(outcome.best.candidate.stages) == 4 and outcome.passed_over is None
 
@@ -203,7 +203,7 @@ def test_the_search_of_the_commands_prefers_it():
     outcome = search("auto", estimator, goal)
     best = outcome.best
     fastest = min(f.iteration_s for f in outcome.found if f.runnable)
-    assert best.iteration_s <= fastest * (1 + SMALL)
+    assert best.iteration_s <= fastest * (1 + NEAR)
 
     def blocked(f: Found) -> float:
         return f.iteration_s * (blocking_ratio(estimator, f.candidate, f.estimate) or 1.0)
@@ -225,7 +225,7 @@ def test_of_nearly_equal_plans_the_plainest_is_chosen_and_the_other_one_named():
         with_tp = Candidate((Stage(6, (Group(0, 4, 1),)),), 1)
         assert irregularity(with_catalog(Cluster(nodes=nodes), MODEL), with_tp)[1] == over_pcie
     for longer, chosen in ((1.0, 2), (1 / (1 + 2 * PLAINER), 3)):
-        outcome = Outcome("auto", [Found(odd, estimate, 10.0 * longer, confirmed=True), plain])
+        outcome = SearchResult("auto", [Found(odd, estimate, 10.0 * longer, confirmed=True), plain])
         prefer_plain(estimator, Goal(), outcome)
         assert outcome.best is not None and len(outcome.best.candidate.stages) == chosen
         lines = bound_lines(outcome, Goal())
@@ -242,7 +242,7 @@ def test_state_stays_on_gpus_that_have_room(longer: float, is_offloaded: bool):
     resident = Candidate(stage, 1, "full", "ministage", 12, zero_stage=1)
     seconds, offloaded = block_s(estimator, resident, estimator.estimate(resident)), resident.with_(offload=True)
     plan = Found(offloaded, estimator.estimate(offloaded), seconds * longer, confirmed=True)
-    outcome = Outcome("auto", [plan])
+    outcome = SearchResult("auto", [plan])
     prefer_plain(estimator, Goal(), outcome)
     assert outcome.best.candidate.offload == is_offloaded and plan in outcome.found
 
@@ -251,12 +251,12 @@ MIXED = cluster_of(("A100-40", 2, 1, 1.25e9), ("V100-16", 2, 1, 1.25e9))
 HALF = MODEL.model_copy(update={"precision": "fp16"})
 
 
-@pytest.mark.parametrize(("longer", "is_chosen"), [(SMALL / 2, True), (SMALL * 1.1, False)])
+@pytest.mark.parametrize(("longer", "is_chosen"), [(NEAR / 2, True), (NEAR * 1.1, False)])
 def test_a_plan_that_loses_less_where_figures_are_off_is_chosen_where_it_takes_hardly_longer(longer, is_chosen):
     """Sums of gradients over four replicas hang on the network; a pipeline of one replica each hardly does."""
     estimator = estimator_of(CLUSTER, MODEL)
     fast, steady = found(estimator, 1, 10.0), found(estimator, 4, 10.0 * (1 + longer))
-    outcome = Outcome("auto", [fast, steady])
+    outcome = SearchResult("auto", [fast, steady])
     prefer_steady(estimator, Goal(), outcome)
     assert (outcome.best.candidate == steady.candidate) is is_chosen
     slower = next(shift for shift in outcome.shifts if shift.condition == "the network is 20 % slower")
@@ -270,7 +270,7 @@ def test_a_plan_that_loses_less_where_figures_are_off_is_chosen_where_it_takes_h
 def test_what_changes_nothing_is_one_line():
     """No line says "-0 %", and kinds that the plan does not use take no line each."""
     shares = {"the network is 20 % slower": 0.03, "T4 is 10 % slower": 0.0, "T4 is 10 % faster": -1e-4, "A is new": 0.0}
-    lines = bound_lines(Outcome("auto", shifts=tuple(Shift(*pair) for pair in shares.items())), Goal())
+    lines = bound_lines(SearchResult("auto", shifts=tuple(Shift(*pair) for pair in shares.items())), Goal())
     assert lines == [
         "if the network is 20 % slower: +3 %",
         "less than 1 % of a difference if T4 is 10 % slower or faster, or if A is new",
@@ -285,7 +285,7 @@ def test_what_changes_nothing_is_one_line():
     ],
 )
 def test_the_bound_says_how_near_or_what_is_free(bound, in_use, said):
-    outcome = Outcome("auto", [found(estimator_of(CLUSTER, MODEL), 4, 10.0)], bound=bound, bound_in_use=in_use)
+    outcome = SearchResult("auto", [found(estimator_of(CLUSTER, MODEL), 4, 10.0)], bound=bound, bound_in_use=in_use)
     assert bound_lines(outcome, Goal())[0].endswith(said)
 
 
@@ -293,7 +293,7 @@ def test_a_kind_of_gpu_that_is_slower_counts_where_it_is_used():
     estimator = estimator_of(MIXED, HALF)
     candidate = Candidate((Stage(12, (Group(0, 1, 2),)),), 1, "full")
     fast = Found(candidate, estimator.estimate(candidate), 10.0, confirmed=True)
-    outcome = Outcome("auto", [fast])
+    outcome = SearchResult("auto", [fast])
     prefer_steady(estimator, Goal(), outcome)
     by_name = {shift.condition: shift.share for shift in outcome.shifts}
     assert not any("V100-16" in condition for condition in by_name)
@@ -389,13 +389,13 @@ def test_kinds_do_not_take_turns_for_nothing(longer: float, chosen: int) -> None
     for pools, seconds in (((0, 1, 0, 1), 10.0), ((0, 0, 1, 1), 10.0 * longer)):
         candidate = Candidate(tuple(Stage(3, (Group(pool, 1, 1),)) for pool in pools), 1, "full")
         plans.append(Found(candidate, estimator.estimate(candidate), seconds, confirmed=True))
-    outcome = Outcome("auto", plans)
+    outcome = SearchResult("auto", plans)
     prefer_plain(estimator, Goal(), outcome)
     assert irregularity(estimator, outcome.best.candidate) == (0, 0, 0, chosen)
     assert (outcome.passed_over is not None) == (chosen == 0)
     if outcome.passed_over is not None:
         assert "a plan of 10 s (0.8 % shorter) was passed over" in bound_lines(outcome, Goal())[-1]
-        slower = Outcome("auto", [replace(outcome.best, simulated_s=8.0)], passed_over=outcome.passed_over)
+        slower = SearchResult("auto", [replace(outcome.best, simulated_s=8.0)], passed_over=outcome.passed_over)
         assert "a cheaper plan of 10 s (25.0 % longer) was passed over" in bound_lines(slower, Goal("cost"))[-1]
 
 

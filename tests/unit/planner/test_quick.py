@@ -34,11 +34,11 @@ from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import MOST_ROWS, price_lines, summary_tables
-from tools.planner.search import finish, methods, thorough
+from tools.planner.search import finish, methods, part_search
 from tools.planner.search import outcome as limit
 from tools.planner.search.auto import search_auto
 from tools.planner.search.balance import balance, layer_rooms
-from tools.planner.search.book import Book, divide
+from tools.planner.search.candidate_cache import CandidateCache, divide
 from tools.planner.search.methods import search
 from tools.planner.search.moves import deeper
 from tools.planner.search.outcome import (
@@ -46,8 +46,8 @@ from tools.planner.search.outcome import (
     WRITING_S,
     Found,
     Goal,
-    Outcome,
     Progress,
+    SearchResult,
     cpu_limit,
     each_s,
     left_s,
@@ -132,12 +132,12 @@ def test_the_best_seed_looks_good(seed):
     """Of all seeds that fit, the best by the closed form or one as good is among the first by the sketches."""
     cluster, model = random_case(seed)
     found = estimator_of(cluster, model)
-    book = Book(found, Goal(schedules=("1f1b",)), Progress())
+    memo = CandidateCache(found, Goal(schedules=("1f1b",)), Progress())
     scored = []
-    for groups, like in seeds(book, 200, tuple(n.quota for n in cluster.nodes), [float("inf")]):
+    for groups, like in seeds(memo, 200, tuple(n.quota for n in cluster.nodes), [float("inf")]):
         candidate = balance(found, groups, like)
-        if candidate is not None and book.try_candidate(candidate) < float("inf") and candidate in book.good:
-            scored.append((book.sketch.value(groups, like), book.good[candidate][0]))
+        if candidate is not None and memo.try_candidate(candidate) < float("inf") and candidate in memo.good:
+            scored.append((memo.sketch.value(groups, like), memo.good[candidate][0]))
     scored.sort()
     if scored:
         assert min(score for _, score in scored[:8]) <= 1.03 * min(score for _, score in scored)
@@ -470,7 +470,7 @@ def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
     limits: Limits, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And not the figures of the GPUs, none of which were looked up."""
-    stopped = Outcome("auto", interrupted=True)
+    stopped = SearchResult("auto", interrupted=True)
     monkeypatch.setattr(commands, "search", lambda *_: stopped)
     assert main([*limits[0], "--limit-s", "4"]) == 2
     assert "--limit-s = 4.0: no plan was found in this time" in capsys.readouterr().err
@@ -509,7 +509,7 @@ def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
 def test_a_search_that_has_no_time_left_evaluates_what_it_has_sketched(monkeypatch: pytest.MonkeyPatch) -> None:
     """On clusters of hundreds of pools a sketch takes a part of the time that a search has after its limit."""
     looked_at: list[int] = []
-    seeds = thorough.seeds
+    seeds = part_search.seeds
 
     def counted(*words: Any) -> Iterator[Any]:
         looked_at.append(0)
@@ -517,7 +517,7 @@ def test_a_search_that_has_no_time_left_evaluates_what_it_has_sketched(monkeypat
             looked_at[-1] += 1
             yield seed
 
-    monkeypatch.setattr(thorough, "seeds", counted)
+    monkeypatch.setattr(part_search, "seeds", counted)
     cluster, model = random_pool(0)
     found = search_auto(with_catalog(cluster, model), Goal(), Progress(limit_s=0.0))
     assert found.best is not None

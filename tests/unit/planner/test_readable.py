@@ -15,7 +15,7 @@ from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.analysis import alternatives, best_even_split, differences, stock_plans
 from tools.planner.report.tables import plans_tables, summary, summary_tables
-from tools.planner.search.outcome import Found, Outcome
+from tools.planner.search.outcome import Found, SearchResult
 
 MODEL = model_of(layers=12, hidden=2048, ffn=5632, tokens=2048, batch=48, micro_batch_sizes=(1, 2))
 
@@ -61,13 +61,13 @@ def test_alternatives_differ_in_kind():
     mine = estimator()
     best = found(mine, BEST, 1.0)
     others = [found(mine, c, 1.1 + i / 10) for i, c in enumerate(OTHERS.values())]
-    rows = alternatives(mine, Outcome("auto", [best, best, *others, *others]), best)
+    rows = alternatives(mine, SearchResult("auto", [best, best, *others, *others]), best)
     assert [r["what"] for r in rows] == ["3 stages, 1 of 3 RTX-3090", "TP 2 on A100-40", "schedule interleaved"]
     assert [r["ratio"] for r in rows] == pytest.approx([1.2, 1.4, 1.5])
     assert all(r["gpus"] and r["plan"] and r["usd_per_iteration"] >= 0 for r in rows)
     assert differences(mine, OTHERS["more layers"], BEST) == "2 stages, no RTX-3090"
     sharded = found(mine, plan((12, 0, 1, 8), zero_stage=3), 0.9)
-    assert not sharded.runnable and alternatives(mine, Outcome("poplar", [sharded, best]), best) == []
+    assert not sharded.runnable and alternatives(mine, SearchResult("poplar", [sharded, best]), best) == []
 
 
 def test_nothing_is_cut_off_at_80_columns():
@@ -75,7 +75,7 @@ def test_nothing_is_cut_off_at_80_columns():
     c = OTHERS["3 stages, 1 of 3 RTX-3090"]
     body = summary(mine, c, mine.estimate(c), 1.25)
     body["stages"][0] |= {"fits": False, "state_share": 0.125}
-    rows = alternatives(mine, Outcome("auto", [found(mine, c, 1.0)]), found(mine, BEST, 1.0))
+    rows = alternatives(mine, SearchResult("auto", [found(mine, c, 1.0)]), found(mine, BEST, 1.0))
     text = printed(*summary_tables(body), *plans_tables("Plans of other kinds", "differs by", rows))
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     for word in ("replicas", "layers", "microbatches", "needed", "largest", "iteration", "ratio", "A100-40"):

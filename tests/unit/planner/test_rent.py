@@ -13,7 +13,7 @@ from tools.planner.__main__ import main
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.replay import command, rent
 from tools.planner.search import methods
-from tools.planner.search.outcome import Outcome, Progress
+from tools.planner.search.outcome import Progress, SearchResult
 
 Pools, Said, Patch = list[tuple[int, ...]], pytest.CaptureFixture[str], pytest.MonkeyPatch
 NODES: list[dict[str, Any]] = [
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_the_command(searched: Pools, tmp_path: Path, capsys: Said, 
     monkeypatch.setattr(rent.Ladder, "_next", lambda *_: signal.raise_signal(signal.SIGINT))
     body = _answer(capsys, _words(tmp_path), code=130)
     assert len(body["rungs"]) == 1 and body["interrupted"]
-    monkeypatch.setattr(methods, "search", lambda *_: Outcome("auto", interrupted=True))
+    monkeypatch.setattr(methods, "search", lambda *_: SearchResult("auto", interrupted=True))
     with pytest.raises(KeyboardInterrupt):
         methods.search_on("auto", *[None] * 2, Progress())  # type: ignore[arg-type]
 

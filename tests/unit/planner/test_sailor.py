@@ -10,7 +10,7 @@ from testing.planner_cases import estimator_of, random_case
 from tools.planner.costs.build import chunk_layers
 from tools.planner.costs.candidate import Candidate
 from tools.planner.costs.estimate import Estimator
-from tools.planner.search.book import Book
+from tools.planner.search.candidate_cache import CandidateCache
 from tools.planner.search.outcome import Goal, Progress
 from tools.planner.search.papers import _combinations, _solve, smallest_tp
 
@@ -61,19 +61,19 @@ class Exhaustive:
 def test_nothing_that_was_left_out_is_better(seed: int):
     cluster, model = random_case(seed, largest=8)
     estimator = estimator_of(cluster, model)
-    book = Book(estimator, Goal(schedules=("1f1b",)), Progress())
+    memo = CandidateCache(estimator, Goal(schedules=("1f1b",)), Progress())
     like = Candidate((), model.batch_sizes[0], model.recompute[0], even=True)
     for stages, degree in product(range(1, min(4, model.num_layers) + 1), (1, 2)):
         layers = chunk_layers(model.num_layers, stages)
         tps = [smallest_tp(estimator, stages, s, layers[s], like) for s in range(stages)]
         everything = Exhaustive(estimator, layers, tps, degree, like)
         expected = everything.least(tuple(n.quota for n in estimator.cluster.nodes), [])
-        solved = _solve(book, layers, tps, degree, like, inf)
+        solved = _solve(memo, layers, tps, degree, like, inf)
         if solved is None:
             assert expected == inf
             continue
         dealt = [tuple((g.pool, g.count) for g in stage.groups) for stage in solved.stages]
         assert everything.value(dealt) == pytest.approx(expected, rel=1e-12)
         # A bound leaves out what is slower, and nothing else.
-        assert _solve(book, layers, tps, degree, like, expected * 1.001) is not None
-        assert _solve(book, layers, tps, degree, like, expected * 0.5) is None
+        assert _solve(memo, layers, tps, degree, like, expected * 1.001) is not None
+        assert _solve(memo, layers, tps, degree, like, expected * 0.5) is None

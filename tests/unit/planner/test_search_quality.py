@@ -26,10 +26,10 @@ from tools.planner.costs.build import build_plan, candidate_of, seats
 from tools.planner.costs.simulation import others_busy, simulate_beside
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
-from tools.planner.search import methods, papers, thorough
+from tools.planner.search import methods, papers, part_search
 from tools.planner.search.auto import Effort, search_auto
 from tools.planner.search.methods import METHODS, search
-from tools.planner.search.outcome import MEDIUM, Goal, Outcome, Progress, cpu_limit
+from tools.planner.search.outcome import MEDIUM, Goal, Progress, SearchResult, cpu_limit
 from tools.planner.search.papers import minimum_cut, split
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -176,7 +176,7 @@ def test_cuts_are_those_of_stoer_and_wagner(seed, parts):
 def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
     cluster, model = zoned()
     calls = {"n": 0}
-    original = thorough._climb
+    original = part_search._climb
 
     def stop(*arguments):
         calls["n"] += 1
@@ -184,7 +184,7 @@ def test_an_interrupted_search_has_its_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return original(*arguments)
 
-    monkeypatch.setattr(thorough, "_climb", stop)
+    monkeypatch.setattr(part_search, "_climb", stop)
     outcome = search_auto(estimator_of(cluster, model), ONE, effort=Effort(seeds=50))
     assert outcome.interrupted
     assert outcome.best is not None
@@ -231,10 +231,10 @@ def test_the_bound_is_within_the_time_limit(monkeypatch):
     """A search that has used its time returns what it found: nothing long comes after it."""
     progress = Progress(limit_s=0.05)
 
-    def spend(method: str, estimator: object, goal: object, given: Progress) -> Outcome:
+    def spend(method: str, estimator: object, goal: object, given: Progress) -> SearchResult:
         while not given.spent:
             time.process_time()
-        return Outcome(method)
+        return SearchResult(method)
 
     class SlowBounds(methods.Bounds):
         def __init__(self, *arguments: object) -> None:

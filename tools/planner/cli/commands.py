@@ -45,8 +45,8 @@ from ..search.methods import search
 from ..search.outcome import (
     Found,
     Goal,
-    Outcome,
     Progress,
+    SearchResult,
     check_planned_precision,
     check_prices,
     collector_paused,
@@ -176,7 +176,7 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Outcome:
+def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) -> SearchResult:
     """Search with a progress line on a terminal."""
     check_prices(estimator, goal, options.cluster)
     progress = Progress(limit_s=searching_s(options, estimator.cluster.total_gpus))
@@ -189,7 +189,7 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
         return search(options.search, estimator, goal, progress, options.robust is not False)
 
 
-def require(outcome: Outcome, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
+def require(outcome: SearchResult, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
     """The best plan, or an error that names what binds and the nearest feasible change."""
     if outcome.best is not None:
         return outcome.best

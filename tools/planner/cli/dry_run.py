@@ -30,7 +30,7 @@ from ..errors import PlannerError
 from ..inputs.files import check_target, write_json
 from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
-from ..search.outcome import Found, Outcome, check_planned_precision
+from ..search.outcome import Found, SearchResult, check_planned_precision
 
 START_S = 300.0  # bound on importing Megatron, which takes seconds on a machine that does nothing else
 MOST_PROCESSES = 8  # that import Megatron, half a gigabyte each
@@ -333,7 +333,7 @@ ASKED_S, UNASKED_S = 900.0, 120.0  # bounds on all dry runs, with ``--verify`` a
 MOST_GPUS = 512
 """Of a cluster, up to which plans are verified without being asked: programs of larger plans take minutes."""
 LEAST_STEP = 0.01  # the share of memory becomes smaller by this at least
-Search = Callable[[Estimator], Outcome]  # searches with the memory margin of an estimator
+Search = Callable[[Estimator], SearchResult]  # searches with the memory margin of an estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +439,7 @@ class Verifier:
         done = len(list(folder.glob(RANK_FILE.format(rank="*"))))
         return f"dry runs of ranks: {done} of {count} kinds done, {self._limit_s - self._spent_s:.0f} s at most"
 
-    def verified(self, estimator: Estimator, outcome: Outcome, search: Search) -> Verified:
+    def verified(self, estimator: Estimator, outcome: SearchResult, search: Search) -> Verified:
         """The first finalist of which no dry run needs more than a GPU has.
 
         Raises:

@@ -1,6 +1,7 @@
 /* The loops that take a search longest: of plain 1F1B pipelines the merge of forwards and backwards
  * (megatron_het/schedule/generators/one_f_one_b.py); the time of forwards and backwards in any order (plain.py); the
- * division of layers over stages with the guess at their time (search/book.py); and the closed form (schedules/).
+ * division of layers over stages with the guess at their time (search/candidate_cache.py); and the closed form of
+ * schedules/.
  *
  * All do what the Python code does, operation by operation, with the same additions in the same order, so that
  * results are equal to the last bit.  Compile without -ffast-math and without fused multiply-add.
@@ -279,7 +280,7 @@ double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t
 #define FIGURES 5
 #define MOST_STAGES 256
 
-/* Layers of each stage so that the slowest ends as early as possible: `divide` of search/book.py. */
+/* Layers of each stage so that the slowest ends as early as possible: `divide` of search/candidate_cache.py. */
 static void divide(int32_t count, const double *stages, const int32_t *caps, int32_t wanted, int32_t *layers) {
     double now[MOST_STAGES], ends = 0.0, rate = 0.0;
     for (int32_t i = 0; i < count; i++) {
@@ -318,7 +319,7 @@ static void divide(int32_t count, const double *stages, const int32_t *caps, int
     }
 }
 
-/* What the stages take with the layers that suit them best: `stages_s` of search/book.py.
+/* What the stages take with the layers that suit them best: `stages_s` of search/candidate_cache.py.
  *
  * stages: by stage, seconds of a layer with all microbatches, embedding and head as layers, seconds of a pass through
  * a layer, parameters of embedding and head as layers, seconds of the sum of a layer's gradients.

@@ -28,7 +28,7 @@ from ..inputs.profile_schema import DeviceProfile, LinkProfile, Profile, load_pr
 from ..report.analysis import complete
 from ..report.tables import say, table
 from ..search.methods import search
-from ..search.outcome import Goal, Outcome, Progress, check_memory_margin, cpu_limit, file_text, goal_from, left_s
+from ..search.outcome import Goal, Progress, SearchResult, check_memory_margin, cpu_limit, file_text, goal_from, left_s
 from .measured import DeviceTimes, Watched, find_files, load_watched
 
 # Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
@@ -280,7 +280,7 @@ def _renamed(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-Search = Callable[[Estimator, Goal], Outcome]
+Search = Callable[[Estimator, Goal], SearchResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class Replanned:
     # before_s, after_s: predicted from the measured figures: of the run's own plan, and of the better one
     before_s: float
     after_s: float
-    outcome: Outcome
+    outcome: SearchResult
     restart_s: float  # what a change was taken to cost
 
     @property
@@ -412,7 +412,7 @@ def run(options: argparse.Namespace) -> int:
     watched = load_watched(files.watched, plan)
     goal = goal_from(options)
 
-    def find(estimator: Any, wanted: Any) -> Outcome:
+    def find(estimator: Any, wanted: Any) -> SearchResult:
         progress = Progress(limit_s=left_s(options))
         with cpu_limit(progress, options.limit_s):
             return search(options.search, estimator, wanted, progress)

@@ -16,7 +16,7 @@ from ..costs.simulation import simulate_block, with_costs
 from ..errors import PlannerError
 from ..inputs.cluster import NodeGroup
 from ..search.methods import search_on
-from ..search.outcome import Found, Goal, Outcome, Progress
+from ..search.outcome import Found, Goal, Progress, SearchResult
 from ..search.seeds import sizes_over_replicas
 from .tables import describe, unpriced
 
@@ -103,7 +103,7 @@ def kind_of(c: Candidate) -> tuple[object, ...]:
     return c.schedule, len(c.stages), tuple(sorted(c.gpus().items())), tuple(sorted(sizes))
 
 
-def alternatives(estimator: Estimator, outcome: Outcome, best: Found, count: int = 8) -> list[dict[str, Any]]:
+def alternatives(estimator: Estimator, outcome: SearchResult, best: Found, count: int = 8) -> list[dict[str, Any]]:
     """The best plan of each other kind that the search has met, the best first.
 
     Plans that the runtime cannot run are left out.

@@ -17,7 +17,7 @@ from megatron_het.plan.placement import DOCUMENTS
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import schedule_of
-from ..search.outcome import Found, Goal, Outcome
+from ..search.outcome import Found, Goal, SearchResult
 from ..search.overlap import blocking_ratio
 
 if TYPE_CHECKING:
@@ -417,7 +417,7 @@ def extras_in_words(c: Candidate) -> list[str]:
     return out + (["passes of different sizes"] if c.sizes else [])
 
 
-def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
+def bound_lines(outcome: SearchResult, goal: Goal) -> list[str]:
     """How far the plan is from what no plan can beat, and which faster plan was passed over."""
     best, lines, gap = outcome.best, [], outcome.gap(goal)
     if gap is not None and best is not None:
@@ -447,7 +447,7 @@ def bound_lines(outcome: Outcome, goal: Goal) -> list[str]:
     return lines + ([f"less than 1 % of a difference if {said}"] if said else [])
 
 
-def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:
+def _left_out(outcome: SearchResult, best: Found, goal: Goal) -> tuple[str, float]:
     """Returns what makes the plan longer than its bound more than all else, and by how many seconds."""
     e = best.estimate
     parts = {"fill and drain": e.fill_s, "sums of gradients": e.sync_s, "gathers of parameters": e.gather_s}
@@ -458,7 +458,7 @@ def _left_out(outcome: Outcome, best: Found, goal: Goal) -> tuple[str, float]:
     return max(parts.items(), key=lambda part: part[1])
 
 
-def _passed_over_lines(outcome: Outcome, best: Found, in_usd: bool) -> list[str]:
+def _passed_over_lines(outcome: SearchResult, best: Found, in_usd: bool) -> list[str]:
     """Returns which plan would have been faster, or cheaper, and why it was not taken."""
     other, lines = outcome.passed_over, []
 
@@ -478,7 +478,7 @@ def _passed_over_lines(outcome: Outcome, best: Found, in_usd: bool) -> list[str]
     return lines
 
 
-def search_body(outcome: Outcome, goal: Goal) -> dict[str, Any]:
+def search_body(outcome: SearchResult, goal: Goal) -> dict[str, Any]:
     """Facts about the search."""
     names = ("method", "cpu_s", "evaluations", "simulations", "exact", "interrupted", "bound")
     return {

@@ -1,5 +1,5 @@
 """Searching for plans: ``auto`` (the default), and the methods of Zorse, Sailor and Poplar by name."""
 
-from .outcome import Found, Goal, Outcome, Progress
+from .outcome import Found, Goal, Progress, SearchResult
 
-__all__ = ["Found", "Goal", "Outcome", "Progress"]
+__all__ = ["Found", "Goal", "Progress", "SearchResult"]

@@ -7,9 +7,9 @@ from math import inf
 
 from ..costs.estimate import Estimator
 from .finish import confirm, is_within
-from .outcome import NORMAL, Effort, Goal, Outcome, Progress, collector_paused, in_pools
+from .outcome import NORMAL, Effort, Goal, Progress, SearchResult, collector_paused, in_pools
+from .part_search import MOST_LEFT_OUT, SearchContext, part_search
 from .pools import Limits, nodes_left_out, pools_left_out
-from .thorough import MOST_LEFT_OUT, Ground, thorough
 
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
@@ -24,7 +24,7 @@ LEAST_S = {True: 2.0, False: 0.3}
 
 def search_auto(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None, known: float = inf
-) -> Outcome:
+) -> SearchResult:
     """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far.
 
     Args:
@@ -33,92 +33,92 @@ def search_auto(
     progress = progress or Progress()
     started = time.process_time()
     with collector_paused():
-        ground = Ground(estimator, goal, progress, effort, known)
-        outcome = Outcome("auto")
+        context = SearchContext(estimator, goal, progress, effort, known)
+        outcome = SearchResult("auto")
         try:
             limit = goal.min_iterations_per_s if goal.objective == "cost" else goal.max_usd_per_iteration
             if limit is not None:
-                _of_the_other_objective(ground, outcome)
+                _of_the_other_objective(context, outcome)
                 if outcome.nearest is not None:
                     outcome.cpu_s = time.process_time() - started
                     return outcome
             if goal.objective == "cost":
-                _sizes_alone(ground, outcome)
-            elif ground.has_many_pools:
-                _kinds_alone(ground, outcome)
-            whole = thorough(ground, ground.whole, _least(ground, outcome))
+                _sizes_alone(context, outcome)
+            elif context.has_many_pools:
+                _kinds_alone(context, outcome)
+            whole = part_search(context, context.whole, _least(context, outcome))
             outcome.exact = whole.exact
-            _join(ground, outcome, whole)
+            _join(context, outcome, whole)
             if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # else fewer GPUs hold it even less
-                if goal.objective != "cost" and not ground.has_many_pools:
-                    _kinds_alone(ground, outcome)
-                if ground.is_near and not outcome.exact:  # a proof knows smaller clusters
-                    _parts_alone(ground, outcome)
-                _published_methods(ground, outcome)
+                if goal.objective != "cost" and not context.has_many_pools:
+                    _kinds_alone(context, outcome)
+                if context.is_near and not outcome.exact:  # a proof knows smaller clusters
+                    _parts_alone(context, outcome)
+                _published_methods(context, outcome)
         except KeyboardInterrupt:  # what was found before stands
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
-def _kinds_alone(ground: Ground, outcome: Outcome) -> None:
+def _kinds_alone(context: SearchContext, outcome: SearchResult) -> None:
     """The plans of each kind of GPU alone join the outcome, as they would be found if there were nothing else.
 
     So more kinds of GPUs never make a plan worse.  Kinds are left out where their bound leaves them no chance.  On
     large clusters of many pools they come first: what they find spares the search of the whole cluster much.
     """
-    nodes = ground.merged.estimator.cluster.nodes
+    nodes = context.merged.estimator.cluster.nodes
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
     if len(kinds) == 1:
         return
-    for kind, limits in sorted(kinds.items(), key=lambda item: (ground.bounds.value(item[1]), item[0])):
-        if _may_be_better(ground, outcome, limits):
-            ground.progress.text = f"{kind} alone"
-            if ground.is_near:
-                _join(ground, outcome, _kind_alone(ground, outcome, kind))
+    for kind, limits in sorted(kinds.items(), key=lambda item: (context.bounds.value(item[1]), item[0])):
+        if _may_be_better(context, outcome, limits):
+            context.progress.text = f"{kind} alone"
+            if context.is_near:
+                _join(context, outcome, _kind_alone(context, outcome, kind))
             else:
-                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome)))
+                _join(context, outcome, part_search(context, limits, _least(context, outcome)))
 
 
-def _sizes_alone(ground: Ground, outcome: Outcome) -> None:
+def _sizes_alone(context: SearchContext, outcome: SearchResult) -> None:
     """Where money counts: one to all nodes of each pool alone, in powers of two and halfway between them.
 
     The numbers are the same whatever else the cluster has, so that a larger cluster costs no more than a smaller one.
     """
-    goal = ground.goal
-    for p, node in enumerate(ground.merged.estimator.cluster.nodes):
+    goal = context.goal
+    for p, node in enumerate(context.merged.estimator.cluster.nodes):
         whole = -(-node.quota // node.gpus_per_node)
         counts = {n for k in range(whole.bit_length()) for n in (1 << k, 3 << k) if n < whole} | {whole}
         for count in sorted(counts):
             gpus = min(node.quota, count * node.gpus_per_node)
             if goal.max_gpus is not None and gpus > goal.max_gpus:
                 break
-            limits = tuple(gpus if i == p else 0 for i in range(len(ground.whole)))
-            if ground.bounds.is_in_time(limits) and limits != ground.whole:
-                ground.progress.text = f"{gpus} {node.gpu} alone"
-                _join(ground, outcome, thorough(ground, limits, _least(ground, outcome), effort=OF_A_SIZE))
+            limits = tuple(gpus if i == p else 0 for i in range(len(context.whole)))
+            if context.bounds.is_in_time(limits) and limits != context.whole:
+                context.progress.text = f"{gpus} {node.gpu} alone"
+                _join(context, outcome, part_search(context, limits, _least(context, outcome), effort=OF_A_SIZE))
 
 
-def _of_the_other_objective(ground: Ground, outcome: Outcome) -> None:
+def _of_the_other_objective(context: SearchContext, outcome: SearchResult) -> None:
     """Joins the cheapest plans for a limit on the price, the fastest for one on the time, where they keep to it.
 
     Else the best of them is what comes nearest.
     """
-    goal, progress = ground.goal, ground.progress
+    goal, progress = context.goal, context.progress
     left = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
     limit, other = replace(goal, min_iterations_per_s=None), replace(goal, objective="cost", max_usd_per_iteration=None)
     if goal.objective == "cost":
         limit = replace(goal, max_usd_per_iteration=None)
         other = replace(limit, objective="throughput", min_iterations_per_s=None)
-    theirs = search_auto(ground.estimator, other, left)
+    theirs = search_auto(context.estimator, other, left)
     if theirs.best is not None and not is_within(limit, theirs.best):
         outcome.nearest = theirs.best.candidate, theirs.best.estimate
         return
     theirs.found = [found for found in theirs.found if is_within(goal, found)]
-    _join(ground, outcome, theirs)
+    _join(context, outcome, theirs)
 
 
-def _parts_alone(ground: Ground, outcome: Outcome) -> None:
+def _parts_alone(context: SearchContext, outcome: SearchResult) -> None:
     """The plans of parts of a cluster join the outcome, as if there were nothing else, as long as that is better.
 
     A small cluster is searched without a node, a pool or two nodes, and from the best of as many numbers of stages as
@@ -127,93 +127,93 @@ def _parts_alone(ground: Ground, outcome: Outcome) -> None:
     nearer to a good plan than those on nodes that are of no use.  At last comes the part without the one node that may
     be missed most easily.
     """
-    estimator, whole = ground.merged.estimator, ground.whole
-    effort = ground.asked or (replace(OF_A_SIZE, counts=NORMAL.counts) if ground.is_small else OF_A_SIZE)
+    estimator, whole = context.merged.estimator, context.whole
+    effort = context.asked or (replace(OF_A_SIZE, counts=NORMAL.counts) if context.is_small else OF_A_SIZE)
     effort, seen = replace(effort, parts=0), {whole}
 
     def best_of(parts: Iterable[Limits]) -> Limits | None:
         better = None
         for limits in dict.fromkeys(parts):
-            least = _least(ground, outcome)
-            if limits not in seen and _may_be_better(ground, outcome, limits):
-                ground.progress.text = "parts alone"
-                _join(ground, outcome, thorough(ground, limits, least, effort=effort))
-                better = limits if _least(ground, outcome) < least else better
+            least = _least(context, outcome)
+            if limits not in seen and _may_be_better(context, outcome, limits):
+                context.progress.text = "parts alone"
+                _join(context, outcome, part_search(context, limits, least, effort=effort))
+                better = limits if _least(context, outcome) < least else better
             seen.add(limits)
         return better
 
     fewer = nodes_left_out(estimator, whole)
-    parts = _in_use(ground, outcome)
-    if ground.is_small:
+    parts = _in_use(context, outcome)
+    if context.is_small:
         parts = fewer + pools_left_out(whole)
-        if ground.goal.objective != "cost":  # whose bound leaves hardly a part out
+        if context.goal.objective != "cost":  # whose bound leaves hardly a part out
             parts += nodes_left_out(estimator, whole, 2)
     for _ in range(MOST_LEFT_OUT):
         better = best_of(parts)
         if better is None:
             break
-        parts = nodes_left_out(estimator, better) if ground.is_small else _in_use(ground, outcome)
-    best_of(sorted(fewer, key=ground.bounds.value)[:1])
+        parts = nodes_left_out(estimator, better) if context.is_small else _in_use(context, outcome)
+    best_of(sorted(fewer, key=context.bounds.value)[:1])
 
 
-def _in_use(ground: Ground, outcome: Outcome) -> list[Limits]:
+def _in_use(context: SearchContext, outcome: SearchResult) -> list[Limits]:
     """The whole nodes of several kinds that the best plans are on, those of the best plan first."""
-    nodes, goal, out = ground.merged.estimator.cluster.nodes, ground.goal, dict[Limits, None]()
+    nodes, goal, out = context.merged.estimator.cluster.nodes, context.goal, dict[Limits, None]()
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
         gpus = found.candidate.gpus()
-        used = [sum(gpus.get(p, 0) for p in members) for members in ground.merged.members]
+        used = [sum(gpus.get(p, 0) for p in members) for members in context.merged.members]
         limits = [min(n.quota, -(-k // n.gpus_per_node) * n.gpus_per_node) for n, k in zip(nodes, used)]
         if len({n.gpu for n, k in zip(nodes, used) if k}) > 1 and len(out) < MOST_IN_USE:
             out[tuple(limits)] = None
     return list(out)
 
 
-def _may_be_better(ground: Ground, outcome: Outcome, limits: Limits) -> bool:
-    return not ground.bounds.excludes(limits, _least(ground, outcome))
+def _may_be_better(context: SearchContext, outcome: SearchResult, limits: Limits) -> bool:
+    return not context.bounds.excludes(limits, _least(context, outcome))
 
 
-def _least(ground: Ground, outcome: Outcome) -> float:
+def _least(context: SearchContext, outcome: SearchResult) -> float:
     """Value of the best plan so far, or known before."""
-    return ground.known if outcome.best is None else min(ground.known, outcome.best.value(ground.goal))
+    return context.known if outcome.best is None else min(context.known, outcome.best.value(context.goal))
 
 
-def _kind_alone(ground: Ground, outcome: Outcome, kind: str) -> Outcome:
+def _kind_alone(context: SearchContext, outcome: SearchResult, kind: str) -> SearchResult:
     """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
-    estimator, goal, progress = ground.estimator, ground.goal, ground.progress
+    estimator, goal, progress = context.estimator, context.goal, context.progress
     pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
     limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
-    theirs = search_auto(estimator.only(pools), goal, limit, ground.asked, _least(ground, outcome))
+    theirs = search_auto(estimator.only(pools), goal, limit, context.asked, _least(context, outcome))
     theirs.found = in_pools(estimator, theirs.found, pools)
     theirs.exact = False  # of that kind
     theirs.evaluations += outcome.evaluations
     return theirs
 
 
-def _join(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
-    _add(ground, outcome, theirs)
+def _join(context: SearchContext, outcome: SearchResult, theirs: SearchResult) -> None:
+    _add(context, outcome, theirs)
     if theirs.interrupted:
         raise KeyboardInterrupt
 
 
-def _add(ground: Ground, outcome: Outcome, theirs: Outcome) -> None:
+def _add(context: SearchContext, outcome: SearchResult, theirs: SearchResult) -> None:
     """The plans of another search, and what it has counted."""
-    goal, known = ground.goal, {found.candidate for found in outcome.found}
+    goal, known = context.goal, {found.candidate for found in outcome.found}
     outcome.found += [
         found
         for found in theirs.found
         if found.candidate not in known and found.runnable and found.candidate.schedule in goal.schedules
     ]
-    outcome.found = confirm(ground.estimator, goal, outcome.found, ground.known)
+    outcome.found = confirm(context.estimator, goal, outcome.found, context.known)
     outcome.evaluations = max(outcome.evaluations, theirs.evaluations)  # counted by the estimator
     outcome.simulations += theirs.simulations
     if outcome.best is not None:
         outcome.nearest = None
     else:
         near = [found for found in (outcome.nearest, theirs.nearest) if found is not None]
-        outcome.nearest = min(near, key=lambda found: goal.score(ground.estimator, *found), default=None)
+        outcome.nearest = min(near, key=lambda found: goal.score(context.estimator, *found), default=None)
 
 
-def _published_methods(ground: Ground, outcome: Outcome) -> None:
+def _published_methods(context: SearchContext, outcome: SearchResult) -> None:
     """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
 
     They leave out what certainly takes longer than the best plan so far, which makes them short except
@@ -222,16 +222,16 @@ def _published_methods(ground: Ground, outcome: Outcome) -> None:
     from .papers import search_sailor, search_zorse
     from .poplar import search_poplar
 
-    estimator, goal, progress = ground.estimator, ground.goal, ground.progress
+    estimator, goal, progress = context.estimator, context.goal, context.progress
     if goal.objective == "cost" and outcome.best is not None:
         return  # their bounds are on time
     for search in (search_poplar, search_zorse, search_sailor):
         now = time.process_time() - progress.started
-        share = Progress(limit_s=min(progress.limit_s - now, max(LEAST_S[ground.is_near], now / 10)))
+        share = Progress(limit_s=min(progress.limit_s - now, max(LEAST_S[context.is_near], now / 10)))
         progress.text = f"the method of {search.__name__.removeprefix('search_').capitalize()}"
-        known_s = _least(ground, outcome) if goal.objective == "throughput" else inf
+        known_s = _least(context, outcome) if goal.objective == "throughput" else inf
         theirs = search(estimator, goal, share, FEW if known_s < inf else NORMAL, known_s)
-        _add(ground, outcome, theirs)
+        _add(context, outcome, theirs)
         if progress.limit_s <= time.process_time() - progress.started:
             outcome.interrupted = True
             return

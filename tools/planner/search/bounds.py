@@ -30,7 +30,7 @@ from ..inputs.model import Model
 from ..inputs.model_parts import shares_left
 from .outcome import Goal
 from .pools import Limits
-from .poplar import SIZES
+from .poplar import BATCH_SIZES
 from .seeds import sizes_over_replicas
 
 FEW_SIZES = 1024  # where so many sizes of a pass have figures all are looked at: between measured ones a curve may bend
@@ -147,7 +147,8 @@ class Bounds:
         """Sequences of a pass."""
         model, known = self.estimator.model, self.estimator.costs.max_batch(gpu, tp)
         most = int(min(known, model.global_batch_size))
-        allowed = given or model.micro_batch_sizes or (range(1, most + 1) if known <= FEW_SIZES else {*SIZES, most})
+        own = range(1, most + 1) if known <= FEW_SIZES else {*BATCH_SIZES, most}
+        allowed = given or model.micro_batch_sizes or own
         return [n for n in allowed if n <= most]
 
     def _find_seconds(self, pool: int, tp: int, ep: int, size: int, recompute: str) -> _Works | None:

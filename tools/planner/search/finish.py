@@ -16,9 +16,9 @@ from ..costs.schedules import PLAIN, SCHEDULES, is_ordered, schedule_of
 from ..costs.simulation import MOST_COUPLED, block_s, is_built, operations_of, simulate_parts, work_of
 from ..errors import PlannerError
 from .balance import balance, relieved, stage_load
-from .book import Book, Sketch, in_regions, there
+from .candidate_cache import CandidateCache, Sketch, in_regions, there
 from .moves import deeper, least_s, neighbours
-from .outcome import Effort, Found, Goal, Outcome, Progress
+from .outcome import Effort, Found, Goal, Progress, SearchResult
 from .pools import all_gpus
 
 # Small changes of the best plans, judged by the simulator: it tells apart what the closed form takes for equal.
@@ -156,13 +156,13 @@ ALIKE = 0.001  # finalists within this share count as equal; the one whose kinds
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
 MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
-HOPEFUL = 0.85  # the first finalists of a schedule are simulated if this share of their closed form is below the best
+HOPEFUL_SHARE = 0.85  # a schedule's first finalists are simulated if this share of their closed form is below the best
 UNKNOWN = 0.97  # simulation over closed form that may be hoped for in a class that nothing is known of
 MET = 4  # simulations of a schedule after which a new class is taken to be no better than the best of the others
 UNEVEN = 1.1
 """The same of large plans, not of 1F1B, whose stages divide microbatches differently: closed forms are too hopeful."""
 ORDER_WINDOW = 0.03  # other orders are tried for plans within this share of the best (they gain less)
-SMALL = 5_000
+SMALL_OPERATIONS = 5_000
 """Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
 they may become the best by it."""
 REFINED, MOST_REFINED = 1.06, 6
@@ -173,8 +173,8 @@ DEEPENED = 2  # plans of schedules with depths for which these are chosen, howev
 
 
 def finish(
-    book: Book,
-    outcome: Outcome,
+    memo: CandidateCache,
+    outcome: SearchResult,
     estimator: Estimator,
     goal: Goal,
     effort: Effort,
@@ -193,38 +193,38 @@ def finish(
         bound: Value of a plan that is known already: finalists that can hardly be better are left out.
     """
     each = effort.exact_operations if outcome.exact else effort.simulated_operations
-    most = MOST_REFINED_OF_FEW if sum(book.limits) <= effort.small_gpus else 1
-    queues = _queues(book, 1000 if outcome.exact else 120)
+    most = MOST_REFINED_OF_FEW if sum(memo.limits) <= effort.small_gpus else 1
+    queues = _queues(memo, 1000 if outcome.exact else 120)
     found: list[Found] = []
-    book.progress.finishing = True
+    memo.progress.finishing = True
     try:
         for schedule, is_split in product(SCHEDULES, (False, True)):
             mine = {name: queue for name, queue in queues.items() if (name[0], name[3]) == (schedule, is_split)}
             known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
-            for entry in _finalists(book, outcome, estimator, effort, mine, place, bound=bound, known=known):
+            for entry in _finalists(memo, outcome, estimator, effort, mine, place, bound=bound, known=known):
                 if is_within(goal, entry):
                     own.append(entry)
                     found.append(entry)
-                    book.progress.kept.append(entry)
+                    memo.progress.kept.append(entry)
             if own and not outcome.interrupted:
-                better = _improved(estimator, goal, own, each, book.progress, effort, known=known, most=most)
+                better = _improved(estimator, goal, own, each, memo.progress, effort, known=known, most=most)
                 found += better
-                book.progress.kept += better
+                memo.progress.kept += better
     except KeyboardInterrupt:
         outcome.interrupted = True
-        for candidate, estimate in book.finalists(1) if not found else ():  # rather by its closed form than none
+        for candidate, estimate in memo.finalists(1) if not found else ():  # rather by its closed form than none
             placed = _placed(estimator, goal, place(candidate), candidate, estimate)
-            book.progress.kept += [] if placed is None else [Found(*placed)]
-        found = found or book.progress.kept[:]
-    book.progress.finishing = False
-    outcome.found, outcome.evaluations = confirm(estimator, goal, found, bound), book.estimator.evaluations
-    if not outcome.found and book.nearest is not None:
-        outcome.nearest = (place(book.nearest[1]), book.nearest[2])
+            memo.progress.kept += [] if placed is None else [Found(*placed)]
+        found = found or memo.progress.kept[:]
+    memo.progress.finishing = False
+    outcome.found, outcome.evaluations = confirm(estimator, goal, found, bound), memo.estimator.evaluations
+    if not outcome.found and memo.nearest is not None:
+        outcome.nearest = (place(memo.nearest[1]), memo.nearest[2])
 
 
 def of_method(
     name: str,
-    book: Book,
+    memo: CandidateCache,
     estimator: Estimator,
     goal: Goal,
     effort: Effort,
@@ -232,25 +232,25 @@ def of_method(
     bound_s: float,
     look: Callable[[], None],
     place: Callable[[Candidate], Candidate] = lambda candidate: candidate,
-) -> Outcome:
+) -> SearchResult:
     """The outcome of a published method; Ctrl-C ends it with the best so far.
 
     Args:
-        look: Fills the book.
+        look: Fills the memo.
     """
-    started, outcome = time.process_time(), Outcome(name)
+    started, outcome = time.process_time(), SearchResult(name)
     try:
         look()
     except KeyboardInterrupt:
         outcome.interrupted = True
-    finish(book, outcome, estimator, goal, replace(effort, regroups=False), place, bound=bound_s)
+    finish(memo, outcome, estimator, goal, replace(effort, regroups=False), place, bound=bound_s)
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
 def _finalists(
-    book: Book,
-    outcome: Outcome,
+    memo: CandidateCache,
+    outcome: SearchResult,
     estimator: Estimator,
     effort: Effort,
     queues: dict[Class, list[tuple[Candidate, Estimate, int]]],
@@ -270,12 +270,12 @@ def _finalists(
         bound: See :func:`finish`.
         known: The same, or the value of a finalist of another schedule.
     """
-    goal, is_small = book.goal, outcome.exact or sum(book.limits) <= effort.small_gpus
+    goal, is_small = memo.goal, outcome.exact or sum(memo.limits) <= effort.small_gpus
     margin = effort.exact_promising if is_small else effort.promising
     left = effort.exact_operations if is_small else effort.simulated_operations
     most = 2 * left  # operations of the first one, which is simulated whatever has been spent
     ratios, best = _Ratios(effort.first), bound
-    while queues and not (best < inf and book.progress.spent):
+    while queues and not (best < inf and memo.progress.spent):
         hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
         nearly = min(hopes.values()) * (1 + ALIKE)
         alike = [n for n, hope in hopes.items() if hope <= nearly]
@@ -288,7 +288,7 @@ def _finalists(
             queues.pop(name, None)
             continue
         is_allowed = _taken(candidate, operations, 1) <= (left if ratios.met else most)
-        least = least_s(book.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
+        least = least_s(memo.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
         if least > known or (min(best, known) < inf and not is_allowed):
             continue
         placed = _placed(estimator, goal, place(candidate), candidate, estimate)
@@ -339,7 +339,7 @@ def _improved(
             return better
         if not schedule_of(entry.candidate).has_depths or set(entry.candidate.depths) - {MEETING}:
             continue
-        is_large = work_of(estimator, entry.candidate) > SMALL
+        is_large = work_of(estimator, entry.candidate) > SMALL_OPERATIONS
         # A plan's price goes with its time.
         hope = least_s(estimator, entry.candidate, entry.estimate) / entry.iteration_s * entry.value(goal)
         if hope >= best or (is_large and deepened >= DEEPENED):
@@ -416,10 +416,10 @@ class _Ratios:
             operations: Of the finalist; large ones are not simulated on the off chance.
         """
         schedule = SCHEDULES[name[0]]
-        if operations > SMALL and not (name[1] or schedule.has_slack or schedule.shards_parameters):
+        if operations > SMALL_OPERATIONS and not (name[1] or schedule.has_slack or schedule.shards_parameters):
             return self.lowest.get(name, UNEVEN)
         if self.met < self.first:
-            return HOPEFUL
+            return HOPEFUL_SHARE
         others = min(self.lowest.values()) if self.met >= MET else 1.0
         return self.lowest.get(name, UNKNOWN * max(1.0, others))
 
@@ -429,13 +429,13 @@ class _Ratios:
         self.lowest[name] = min(self.lowest.get(name, inf), ratio)
 
 
-def _queues(book: Book, count: int) -> dict[Class, list[tuple[Candidate, Estimate, int]]]:
+def _queues(memo: CandidateCache, count: int) -> dict[Class, list[tuple[Candidate, Estimate, int]]]:
     """The best candidates of each class, with the number of operations it takes to simulate each."""
     out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
-    for candidate, estimate in book.finalists(count):
+    for candidate, estimate in memo.finalists(count):
         kinds = pools_of(candidate)
         divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
-        entry = candidate, estimate, operations_of(book.estimator, candidate)
+        entry = candidate, estimate, operations_of(memo.estimator, candidate)
         out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
     return out
 

@@ -16,7 +16,7 @@ from ..errors import PlannerError
 from .bounds import Bounds
 from .finish import confirm, pools_of, sketch_of
 from .moves import over_replicas
-from .outcome import PENALTY, Found, Goal, Outcome, Progress, collector_paused, in_pools
+from .outcome import PENALTY, Found, Goal, Progress, SearchResult, collector_paused, in_pools
 from .overlap import prefer_plain, prefer_steady
 from .pools import all_gpus
 from .seeds import sizes_over_replicas
@@ -232,7 +232,7 @@ def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) 
     return layers
 
 
-WORTH = 0.01  # a change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken
+LEAST_GAIN = 0.01  # a change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken
 LONG = 32768  # sequences from which on context parallelism, the exchange and offload are tried
 TRIED, NEAR = 2, 1.03  # plans of a schedule that are changed, the others within this factor of the best
 MOST_REGULAR = 3  # regular plans that are changed, and those that are the best on some kinds of GPUs
@@ -243,14 +243,14 @@ MOST_OPERATIONS = 4_000
 MOST_OPERATIONS_LONG = 80_000
 MOST_OF_ONE = 20_000  # those of a change that looks best, and better than all plans so far, whatever is left
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations in main memory
-SIZES = (2, 4, 8, 16)
-CLEAR = 0.03  # a change that is better by this share is taken without trying the others
+DEGREES = (2, 4, 8, 16)
+CLEAR_GAIN = 0.03  # a change that is better by this share is taken without trying the others
 HOPELESS = 1.1  # a change that looks worse by this factor is not simulated
 EXCHANGING = 4  # to simulate an exchange takes so many times as long
 
 
 @collector_paused()
-def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcome) -> None:
+def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: SearchResult) -> None:
     """Add the changed plans to the outcome, the best first."""
     if outcome.interrupted or progress.spent:
         return
@@ -282,7 +282,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Outcom
         outcome.nearest = None if outcome.found else outcome.nearest
 
 
-def _starts(outcome: Outcome, goal: Goal) -> list[Found]:
+def _starts(outcome: SearchResult, goal: Goal) -> list[Found]:
     """The best plan of every schedule, and the next one with other stages that is nearly as good."""
     best: dict[str, dict[object, Found]] = {}
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
@@ -306,16 +306,16 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
             operations = max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
             left -= operations
             hope = goal.value(estimate) / goal.value(current.estimate) * current.value(goal)
-            is_hopeful = i == 0 and operations <= MOST_OF_ONE and hope < known * (1 - WORTH)
+            is_hopeful = i == 0 and operations <= MOST_OF_ONE and hope < known * (1 - LEAST_GAIN)
             if progress.spent or (left < 0 and not is_hopeful):
                 return best
             tried.add(candidate)
             found = _simulated(estimator, candidate, estimate)
             if found is not None and found.value(goal) < best.value(goal):
                 best = found
-            if best.value(goal) < current.value(goal) * (1 - CLEAR):
+            if best.value(goal) < current.value(goal) * (1 - CLEAR_GAIN):
                 break
-        if best.value(goal) > current.value(goal) * (1 - WORTH):
+        if best.value(goal) > current.value(goal) * (1 - LEAST_GAIN):
             break
         current = best
     return current
@@ -395,7 +395,7 @@ def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
     x, most = estimator.model.experts, max(g.tp for s in c.stages for g in s.groups)
     if x is None or any(g.ep for s in c.stages for g in s.groups):
         return
-    for ep in (1, *SIZES):
+    for ep in (1, *DEGREES):
         if (ep, False) != c.experts_over and ep <= most and x.count % ep == 0:
             yield c.with_(ep=ep, across_replicas=False)
     yield from over_replicas(estimator, c)
@@ -404,7 +404,7 @@ def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 def _context_parallel(c: Candidate) -> Iterator[Candidate]:
     """Ranks that share sequences instead of cutting matrices, or instead of running sequences of their own."""
     groups = [g for s in c.stages for g in s.groups]
-    for k in SIZES if not any(g.parts for g in groups) else ():
+    for k in DEGREES if not any(g.parts for g in groups) else ():
         if all(g.tp % k == 0 for g in groups):
             yield _divided(c, c.cp * k, tp=k)
         if all(g.count % k == 0 for g in groups):
@@ -479,7 +479,7 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 
 def search(
     method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None, robust: bool = True
-) -> Outcome:
+) -> SearchResult:
     """Run one of ``METHODS``, and say what no plan can beat.
 
     Args:
@@ -489,7 +489,7 @@ def search(
     vendors = estimator.cluster.of_vendors(p for p, quota in enumerate(all_gpus(estimator)) if quota)
     if len(vendors) > 1 and not goal.mixes_vendors:
         return _vendors_apart(method, estimator, goal, progress, robust, vendors)
-    outcome, bounds, bound = Outcome(method), None, 0.0
+    outcome, bounds, bound = SearchResult(method), None, 0.0
     try:
         bounds = Bounds(estimator, goal)
         bound = bounds.value(all_gpus(estimator))  # before the search, so that its time counts
@@ -516,9 +516,9 @@ def search(
 
 def _vendors_apart(
     method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, vendors: list[list[int]]
-) -> Outcome:
+) -> SearchResult:
     """The best of the outcomes on each vendor's GPUs alone, with the plans of the others behind its own."""
-    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[float, str, Outcome]]()
+    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[float, str, SearchResult]]()
     for left, pools in zip(range(len(vendors), 0, -1), vendors):
         spent_s = time.process_time() - progress.started
         progress.limit_s, progress.is_over, progress.kept = spent_s + (limit_s - spent_s) / left, False, []
@@ -543,7 +543,7 @@ def _vendors_apart(
     return best
 
 
-def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool = True) -> Outcome:
+def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool = True) -> SearchResult:
     """Search as :func:`search` does; raises KeyboardInterrupt at Ctrl-C, which ends a command with several of them."""
     outcome = search(method, estimator, goal, progress, robust)
     if outcome.interrupted and not progress.spent:
@@ -559,7 +559,7 @@ def _distinct(found: list[Found]) -> list[Found]:
     return list(kept.values())
 
 
-def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> Outcome:
+def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> SearchResult:
     """Modules are imported when needed."""
     if method in ("zorse", "sailor"):
         from .papers import search_sailor, search_zorse

@@ -13,7 +13,7 @@ from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
 from ..errors import PlannerError
 from .balance import hiding, passes_s, relieved
-from .book import Book, Groups
+from .candidate_cache import CandidateCache, Groups
 from .outcome import Found, Goal
 from .pools import Limits, power_below
 from .seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
@@ -92,11 +92,11 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
     return best if best.iteration_s < found.iteration_s * (1 - FASTER) else found
 
 
-def hide_transfers(book: Book) -> None:
+def hide_transfers(memo: CandidateCache) -> None:
     """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster."""
-    estimator = book.estimator
+    estimator = memo.estimator
     best: dict[tuple[int, bool], tuple[float, Candidate]] = {}
-    for candidate, (score, _) in book.good.items():
+    for candidate, (score, _) in memo.good.items():
         if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or candidate.depths:
             continue
         kind = len(candidate.stages), len({sum([g.count for g in s.groups]) for s in candidate.stages}) == 1
@@ -104,9 +104,9 @@ def hide_transfers(book: Book) -> None:
             best[kind] = score, candidate
     for score, candidate in best.values():
         depths = hiding(passes_s(estimator, candidate), estimator.transfer_times(candidate))
-        fitting = _fitting(estimator, book.goal, candidate, depths) if max(depths) > 1 else None
-        if fitting is not None and book.goal.value(fitting[1]) < score * (1 - FASTER):
-            book.try_candidate(fitting[0])
+        fitting = _fitting(estimator, memo.goal, candidate, depths) if max(depths) > 1 else None
+        if fitting is not None and memo.goal.value(fitting[1]) < score * (1 - FASTER):
+            memo.try_candidate(fitting[0])
 
 
 def _fitting(

@@ -204,7 +204,7 @@ class Shift:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SearchResult:
     """Result of a search: the best first."""
 
     method: str

@@ -12,9 +12,9 @@ from ..costs.unit import Unit
 from ..inputs.cluster import NodeGroup
 from .balance import relieved
 from .finish import confirm, pools_of
-from .outcome import Found, Goal, Outcome, PassedOver, Shift
+from .outcome import Found, Goal, PassedOver, SearchResult, Shift
 
-SMALL = 0.005
+NEAR = 0.005
 """So much longer an iteration may be for less dependence on overlap.
 
 A plan with one node more is compared with one of fewer nodes within the same share: both may have been chosen so.
@@ -41,7 +41,7 @@ def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, 
     return len(shapes) - len(kinds), shared, short + candidate.offload, turns
 
 
-def prefer_plain(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
+def prefer_plain(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
     """Put the plainest of the plans first that are nearly as good as the best, and name the one passed over."""
     if outcome.best is None or outcome.interrupted:
         return
@@ -72,7 +72,7 @@ def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Found |
     return None
 
 
-def _is_taken(estimator: Estimator, goal: Goal, outcome: Outcome, found: Found, limit: float) -> bool:
+def _is_taken(estimator: Estimator, goal: Goal, outcome: SearchResult, found: Found, limit: float) -> bool:
     """Puts a plan first if all of it is as good as the limit."""
     confirmed = [f for f in confirm(estimator, goal, [found]) if f.value(goal) <= limit]
     if confirmed:
@@ -115,7 +115,7 @@ def _overlaps(estimator: Estimator) -> bool:
     return not (estimator.runtime.transfers_in_turn or estimator.runtime.host_blocks)
 
 
-def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
+def _prefer_independent(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
     """Put the plan first that takes least where transfers block, among those about as fast as the best.
 
     It must gain more there than it loses where they do not.  Under a goal of cost the cheapest plan stays.
@@ -123,7 +123,7 @@ def _prefer_independent(estimator: Estimator, goal: Goal, outcome: Outcome) -> N
     best = outcome.best
     if best is None or goal.objective == "cost" or not _overlaps(estimator):
         return
-    limit_s, blocked_s = best.iteration_s * (1 + SMALL), _blocked_s(estimator, best)
+    limit_s, blocked_s = best.iteration_s * (1 + NEAR), _blocked_s(estimator, best)
     near = [f for f in outcome.found if f.runnable and f is not best and f.iteration_s <= limit_s]
     for found in sorted(near, key=lambda f: _blocked_s(estimator, f)):
         if blocked_s - _blocked_s(estimator, found) <= max(0.0, found.iteration_s - best.iteration_s):
@@ -138,7 +138,7 @@ def _blocked_s(estimator: Estimator, found: Found) -> float:
     return found.iteration_s * (blocking_ratio(estimator, found.candidate, found.estimate) or 1.0)
 
 
-class _OtherWorld(Estimator):
+class _Scenario(Estimator):
     """Estimator of a cluster whose network or whose GPUs of one kind have another speed.
 
     Args:
@@ -178,17 +178,17 @@ def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
     return node.model_copy(update=changed)
 
 
-def _worlds(estimator: Estimator) -> Iterator[tuple[str, _OtherWorld]]:
+def _scenarios(estimator: Estimator) -> Iterator[tuple[str, _Scenario]]:
     """Yields what may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
-    yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _OtherWorld(estimator, network=1 - NETWORK_OFF)
-    yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _OtherWorld(estimator, network=1 + NETWORK_OFF)
+    yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _Scenario(estimator, network=1 - NETWORK_OFF)
+    yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _Scenario(estimator, network=1 + NETWORK_OFF)
     kinds = list(dict.fromkeys(node.gpu for node in estimator.cluster.nodes))
     for kind in kinds if len(kinds) > 1 else ():
         for factor, word in ((1 - KIND_OFF, "slower"), (1 + KIND_OFF, "faster")):
-            yield f"{kind} is {100 * KIND_OFF:.0f} % {word}", _OtherWorld(estimator, kind=kind, speed=factor)
+            yield f"{kind} is {100 * KIND_OFF:.0f} % {word}", _Scenario(estimator, kind=kind, speed=factor)
 
 
-def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
+def prefer_steady(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
     """Put the plan first that loses least where figures are off, and note what an iteration of it takes then.
 
     Only plans that take hardly longer than the first one, and are as plain, may take its place.  Microbatches are
@@ -197,13 +197,13 @@ def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     first = outcome.best
     if first is None or outcome.interrupted:
         return
-    limit, least = first.value(goal) * (1 + SMALL), irregularity(estimator, first.candidate)
+    limit, least = first.value(goal) * (1 + NEAR), irregularity(estimator, first.candidate)
     near = [first]
     if outcome.passed_over is None and goal.objective != "cost":
         others = (f for f in outcome.found if f is not first and f.runnable and f.value(goal) <= limit)
         near += [f for f in others if irregularity(estimator, f.candidate) <= least][: MOST_WORLDS_TRIED - 1]
-    worlds = list(_worlds(estimator))
-    shifts = {id(f): _shifts(worlds, f) for f in near}
+    scenarios = list(_scenarios(estimator))
+    shifts = {id(f): _shifts(scenarios, f) for f in near}
 
     def worst_s(found: Found) -> float:
         return found.iteration_s * max([1.0, *(1 + shift.share for shift in shifts[id(found)])])
@@ -217,10 +217,10 @@ def prefer_steady(estimator: Estimator, goal: Goal, outcome: Outcome) -> None:
     outcome.shifts = shifts[id(first)]
 
 
-def _shifts(worlds: list[tuple[str, _OtherWorld]], found: Found) -> tuple[Shift, ...]:
-    """By how much an iteration of a plan gets longer in each of some worlds that differ in what it uses."""
+def _shifts(scenarios: list[tuple[str, _Scenario]], found: Found) -> tuple[Shift, ...]:
+    """By how much an iteration of a plan gets longer in each of some scenarios that differ in what it uses."""
     out = []
-    for words, world in worlds:
+    for words, world in scenarios:
         used = {world.cluster.nodes[pool].gpu for pool in found.candidate.gpus()}
         estimate = world.estimate(found.candidate) if world.kind in ("", *used) else None
         if estimate is not None:

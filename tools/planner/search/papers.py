@@ -10,9 +10,9 @@ from ..costs.build import chunk_layers
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import MINISTAGES
-from .book import Book, Groups
+from .candidate_cache import CandidateCache, Groups
 from .finish import of_method
-from .outcome import NORMAL, Effort, Goal, Outcome, Progress
+from .outcome import NORMAL, Effort, Goal, Progress, SearchResult
 from .pools import Limits, all_gpus, expand, merge
 
 # Zorse (section 4.3): SPLIT the bandwidth graph into GPU groups, then place layers and count ministages.
@@ -136,55 +136,55 @@ def _inner_bandwidth(estimator: Estimator, part: Part) -> float:
 
 def search_zorse(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
-) -> Outcome:
+) -> SearchResult:
     """All numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed.
 
     Args:
         bound_s: Plans that certainly take longer are left out.
     """
-    book = Book(estimator, goal, progress or Progress())
+    memo = CandidateCache(estimator, goal, progress or Progress())
     nodes = sum(n.count for n in estimator.cluster.nodes)
 
     def look() -> None:
         for parts in (1, 2, 4):
             if nodes * parts > 4 * MAX_GROUPS and parts > 1:
                 break
-            book.progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
-            configure_groups(book, parts, bound=bound_s)
-            if book.progress.out_of_time:
+            memo.progress.text = f"cutting the bandwidth graph, {parts} part(s) per node"
+            configure_groups(memo, parts, bound=bound_s)
+            if memo.progress.out_of_time:
                 raise KeyboardInterrupt
 
-    return of_method("zorse", book, estimator, goal, effort, bound_s=bound_s, look=look)
+    return of_method("zorse", memo, estimator, goal, effort, bound_s=bound_s, look=look)
 
 
-def configure_groups(book: Book, parts: int, bound: float = inf) -> None:
+def configure_groups(memo: CandidateCache, parts: int, bound: float = inf) -> None:
     """Phase 1 for every number of groups, then phase 2 for each."""
-    estimator = book.estimator
-    nodes = sum(whole_cluster(estimator, 1, book.limits).values())
+    estimator = memo.estimator
+    nodes = sum(whole_cluster(estimator, 1, memo.limits).values())
     most = min(MAX_GROUPS, nodes * parts, estimator.model.num_layers)
-    for partition in split(estimator, parts, most, book.limits):
+    for partition in split(estimator, parts, most, memo.limits):
         order = sorted(partition, key=lambda part: -_inner_bandwidth(estimator, part))
-        _configure(book, tuple(_groups(estimator, part, parts) for part in order), bound)
-        if book.progress.spent:
+        _configure(memo, tuple(_groups(estimator, part, parts) for part in order), bound)
+        if memo.progress.spent:
             return
 
 
-def _configure(book: Book, groups: Groups, bound: float) -> None:
+def _configure(memo: CandidateCache, groups: Groups, bound: float) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
-    model = book.estimator.model
+    model = memo.estimator.model
     zero = 1 if model.distributed_optimizer else 0
     for batch in model.batch_sizes:
         for recompute in model.recompute:
             plain = Candidate((), batch, recompute, zero_stage=zero)
-            if len(groups) > model.num_layers or book.sketch.least(groups, plain) > bound:
+            if len(groups) > model.num_layers or memo.sketch.least(groups, plain) > bound:
                 continue
-            book.try_groups(groups, plain)
-            if not zero or MINISTAGES not in book.goal.allowed:
+            memo.try_groups(groups, plain)
+            if not zero or MINISTAGES not in memo.goal.allowed:
                 continue
             for chunks in range(2, model.num_layers // len(groups) + 1):
                 for offload in (False, True):
                     like = MINISTAGES.of(plain, chunks, offload)
-                    _, candidate = book.try_groups(groups, like)
+                    _, candidate = memo.try_groups(groups, like)
                     if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
                         return
 
@@ -197,30 +197,30 @@ PARTS = 4  # a stage's replicas are dealt to GPU types in quarters (the paper en
 
 def search_sailor(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
-) -> Outcome:
+) -> SearchResult:
     """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions.
 
     Args:
         bound_s: Branches whose iterations are certainly longer are left out.
     """
     merged, model = merge(estimator), estimator.model
-    book = Book(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress or Progress())
+    memo = CandidateCache(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress or Progress())
 
     def look() -> None:
         counts = [stages for stages in STAGES if stages <= model.num_layers]
         for stages, batch, recompute in product(counts, model.batch_sizes, model.recompute):
-            book.progress.text = f"{stages} stage(s), micro batch {batch}"
-            _degrees(book, stages, Candidate((), batch, recompute, even=True), bound_s)
-            if book.progress.out_of_time:
+            memo.progress.text = f"{stages} stage(s), micro batch {batch}"
+            _degrees(memo, stages, Candidate((), batch, recompute, even=True), bound_s)
+            if memo.progress.out_of_time:
                 raise KeyboardInterrupt
 
     place = partial(expand, merged, estimator.cluster)
-    return of_method("sailor", book, estimator, goal, effort, bound_s=bound_s, look=look, place=place)
+    return of_method("sailor", memo, estimator, goal, effort, bound_s=bound_s, look=look, place=place)
 
 
-def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
+def _degrees(memo: CandidateCache, stages: int, like: Candidate, bound_s: float) -> None:
     """Data-parallel degrees in decreasing order until throughput stops rising (H3), or the reverse for cost (H4)."""
-    estimator = book.estimator
+    estimator = memo.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size
     layers = chunk_layers(estimator.model.num_layers, stages)
     tps = [smallest_tp(estimator, stages, s, layers[s], like) for s in range(stages)]
@@ -230,13 +230,13 @@ def _degrees(book: Book, stages: int, like: Candidate, bound_s: float) -> None:
     )
     degrees = [d for d in range(1, total + 1) if total % d == 0 and d * stages <= units]
     best, misses = inf, 0
-    for degree in degrees if book.goal.objective == "cost" else reversed(degrees):
+    for degree in degrees if memo.goal.objective == "cost" else reversed(degrees):
         if bound_s < inf and total / degree * _straggler_s(estimator, layers, tps, degree, like) > bound_s:
             continue
-        found = _solve(book, layers, tps, degree, like, bound_s)
+        found = _solve(memo, layers, tps, degree, like, bound_s)
         if found is None:
             continue
-        score = book.try_candidate(found)
+        score = memo.try_candidate(found)
         if score < best:
             best, misses = score, 0
         else:
@@ -360,12 +360,12 @@ class _Offers:
 
 
 def _solve(
-    book: Book, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate, bound_s: float
+    memo: CandidateCache, layers: tuple[int, ...], tps: list[dict[int, int]], dp: int, like: Candidate, bound_s: float
 ) -> Candidate | None:
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
-    estimator = book.estimator
-    total = estimator.model.global_batch_size // like.micro_batch_size // degree
-    offers = _Offers(estimator, layers, tps, degree, total, like, bound_s=bound_s)
+    estimator = memo.estimator
+    total = estimator.model.global_batch_size // like.micro_batch_size // dp
+    offers = _Offers(estimator, layers, tps, dp, total, like, bound_s=bound_s)
     last = len(layers) - 1
 
     @cache
@@ -375,7 +375,7 @@ def _solve(
         """(value, straggler, sum, resources per stage) of stages s to the last."""
         if s > last:
             return 0.0, 0.0, 0.0, ()
-        if book.progress.out_of_time:
+        if memo.progress.out_of_time:
             raise KeyboardInterrupt
         found = None
         for least, mine, combination, needs in offers.of(s):

@@ -10,14 +10,14 @@ from ..costs.estimate import Estimator
 from ..costs.operating import pass_s
 from ..costs.schedules import MINISTAGES
 from ..costs.stages import tail_s
-from .book import Book
+from .candidate_cache import CandidateCache
 from .finish import of_method
-from .outcome import NORMAL, Effort, Goal, Outcome, Progress
+from .outcome import NORMAL, Effort, Goal, Progress, SearchResult
 
 # Microbatches of different sizes for a plan of one stage: Poplar's curves and algorithm 2 on predicted times.
 
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Passes whose time is looked up; in between it is interpolated, as of measured ones."""
 
 
@@ -58,8 +58,8 @@ def _curves(estimator: Estimator, candidate: Candidate) -> list[Curve] | None:
     """The curve of each group; None where one sequence does not fit, or has no figures."""
     groups, most = candidate.stages[0].groups, estimator.model.global_batch_size
     points: list[dict[int, float]] = [{} for _ in groups]
-    for size in (n for n in SIZES if n <= most):
-        smaller = sum(n < size for n in SIZES)
+    for size in (n for n in BATCH_SIZES if n <= most):
+        smaller = sum(n < size for n in BATCH_SIZES)
         fitting = _fitting(estimator, candidate, size, [i for i, own in enumerate(points) if len(own) == smaller])
         for i in fitting:
             points[i][size] = pass_s(estimator, candidate, groups[i], size)
@@ -69,7 +69,7 @@ def _curves(estimator: Estimator, candidate: Candidate) -> list[Curve] | None:
         return None
     for i, own in enumerate(points):  # between the largest that fits and the next in the list
         low = max(own)
-        high = min((n for n in SIZES if n > low), default=low + 1) - 1
+        high = min((n for n in BATCH_SIZES if n > low), default=low + 1) - 1
         while low < high:
             middle = (low + high + 1) // 2
             fits = middle <= most and _fitting(estimator, candidate, middle, [i])
@@ -120,12 +120,12 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
     return tuple(Group(pool, tp, n) for pool, n in sorted(counts.items()) if n)
 
 
-def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int, bound_s: float) -> None:
+def _try_unequal(memo: CandidateCache, pools: Iterable[int], recompute: str, zero: int, bound_s: float) -> None:
     """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones.
 
     What certainly takes longer than ``bound_s`` is left out.
     """
-    estimator = book.estimator
+    estimator = memo.estimator
     whole = widest(estimator, pools, 1, recompute)
     fastest = sorted(whole, key=lambda group: _layer_s(estimator, group.pool, 1, 1, recompute))
     for count in range(len(fastest), 0, -1):
@@ -135,14 +135,14 @@ def _try_unequal(book: Book, pools: Iterable[int], recompute: str, zero: int, bo
             continue
         candidate = unequal(estimator, base) if can_differ(estimator, base) else None
         if candidate is not None:
-            book.try_candidate(candidate)
+            memo.try_candidate(candidate)
 
 
 def _least_s(estimator: Estimator, candidate: Candidate) -> float:
     """All sequences through all layers at every GPU's best size of a pass, then the sum of the gradients."""
     stage, model, rate = candidate.stages[0], estimator.model, 0.0
     for g in stage.groups:
-        best = [(b, estimator.unit(g.pool, g.tp, b, candidate.recompute)) for b in SIZES]
+        best = [(b, estimator.unit(g.pool, g.tp, b, candidate.recompute)) for b in BATCH_SIZES]
         rate += g.count * max((b / (u.layer_f + u.layer_b) for b, u in best if u is not None), default=0.0)
     units = [estimator.unit_of(candidate, g) for g in stage.groups]
     there = [u for u in units if u is not None]
@@ -153,7 +153,7 @@ def _least_s(estimator: Estimator, candidate: Candidate) -> float:
 
 def search_poplar(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
-) -> Outcome:
+) -> SearchResult:
     """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
 
     With ZeRO-0 and 1 every GPU runs passes of its own size, and a smaller last one (``unequal``); equal
@@ -165,14 +165,14 @@ def search_poplar(
     Args:
         bound_s: Time of a plan that is known already; slower ones are of no use.
     """
-    book = Book(estimator, goal, progress or Progress())
+    memo = CandidateCache(estimator, goal, progress or Progress())
     nodes, last = estimator.cluster.nodes, 3 if estimator.model.distributed_optimizer else 0
     plain: list[Candidate] = []
 
     def look() -> None:
         for recompute in estimator.model.recompute:
             for zero in range(last + 1):
-                book.progress.text = f"ZeRO-{zero}"
+                memo.progress.text = f"ZeRO-{zero}"
                 smallest = estimator.model.batch_sizes[0]
                 usable = [p for p in range(len(nodes)) if _fits(estimator, p, zero, smallest, recompute)]
                 if len(usable) < len(nodes) and zero < last:
@@ -185,15 +185,15 @@ def search_poplar(
                     stage = Stage(estimator.model.num_layers, groups)
                     candidate = Candidate((stage,), batch, recompute, zero_stage=zero)
                     if zero < 2:
-                        book.try_candidate(candidate)
+                        memo.try_candidate(candidate)
                         continue
                     plain.append(candidate)
                     for chunks in range(2, estimator.model.num_layers + 1):
-                        book.try_candidate(MINISTAGES.of(candidate, chunks))
-                _try_unequal(book, usable or range(len(nodes)), recompute, zero, bound_s)
+                        memo.try_candidate(MINISTAGES.of(candidate, chunks))
+                _try_unequal(memo, usable or range(len(nodes)), recompute, zero, bound_s)
                 break
-        if not book.good:
+        if not memo.good:
             for candidate in plain:
-                book.try_candidate(candidate)
+                memo.try_candidate(candidate)
 
-    return of_method("poplar", book, estimator, goal, effort, bound_s=bound_s, look=look)
+    return of_method("poplar", memo, estimator, goal, effort, bound_s=bound_s, look=look)

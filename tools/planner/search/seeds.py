@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..costs.candidate import Candidate, Group
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
-from .book import Book, Groups
+from .candidate_cache import CandidateCache, Groups
 from .outcome import Goal
 from .pools import MOST_POOLS, Limits
 
@@ -28,7 +28,7 @@ MOST_WIDTHS = 24
 MOST_COMBINED = 3  # of so many pools every choice of TP sizes is looked at
 IN_FLIGHT = 4  # microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits
 MOST_OVER_REPLICAS = 64  # replicas that share experts, at most
-WORTH = 1.3  # seeds that look worse than the best so far by this factor are not evaluated
+SEED_MARGIN = 1.3  # seeds that look worse than the best so far by this factor are not evaluated
 
 
 def operating_points(
@@ -228,7 +228,7 @@ def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> 
     return free / (unit.layer_parameters * each + IN_FLIGHT * unit.layer_bytes)
 
 
-def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator[tuple[Groups, Candidate]]:
+def seeds(memo: CandidateCache, limit: int, limits: Limits, hope: list[float]) -> Iterator[tuple[Groups, Candidate]]:
     """Seeds on all pools of a part of the cluster, in a promising order.
 
     Branches whose bound is beyond the best found so far are skipped.
@@ -237,8 +237,8 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
         limit: So many seeds, or a few more, use each share of the GPUs.
         hope: The best sketch of a seed so far, which the caller keeps up to date.
     """
-    estimator, model = book.estimator, book.estimator.model
-    points = operating_points(estimator, book.goal, limits)
+    estimator, model = memo.estimator, memo.estimator.model
+    points = operating_points(estimator, memo.goal, limits)
     subset = tuple(p for p, n in enumerate(limits) if n)
     ways = partitions(estimator, subset)
 
@@ -252,7 +252,7 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
             if given >= limit:
                 break
             used = {p: max(tp[p], limits[p] * share) for p in subset}
-            if _least(book, like, tp, used) > min(SLACK * book.to_beat, SLACK * WORTH * hope[0], book.simulated):
+            if _least(memo, like, tp, used) > min(SLACK * memo.to_beat, SLACK * SEED_MARGIN * hope[0], memo.simulated):
                 continue
             cuts = [(len(blocks), _Cut(estimator, blocks, tp, share, like, limits)) for blocks in ways]
             for (least, cut), stages in product(cuts, STAGE_COUNTS):
@@ -264,26 +264,26 @@ def seeds(book: Book, limit: int, limits: Limits, hope: list[float]) -> Iterator
                             yield groups, like
 
 
-def _least(book: Book, like: Candidate, tp: dict[int, int], used: dict[int, float]) -> float:
+def _least(memo: CandidateCache, like: Candidate, tp: dict[int, int], used: dict[int, float]) -> float:
     """Seconds or USD of an iteration in which so many GPUs of each pool compute all the time."""
-    estimator, model = book.estimator, book.estimator.model
+    estimator, model = memo.estimator, memo.estimator.model
     rate = sum(unit_rate(estimator, p, tp[p], like) * n for p, n in used.items())
     seconds = model.global_batch_size * model.num_layers / rate
-    usd_per_s = sum(estimator.price[p] * n for p, n in used.items()) if book.goal.objective == "cost" else 1.0
+    usd_per_s = sum(estimator.price[p] * n for p, n in used.items()) if memo.goal.objective == "cost" else 1.0
     return seconds * usd_per_s
 
 
-def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups, Candidate]]:
+def even_seeds(memo: CandidateCache, limits: Limits, count: int) -> Iterator[tuple[Groups, Candidate]]:
     """Stages with the same number of replicas, of one pool each: the most promising.
 
     There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of several: of
     each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight, or
     the fastest first, which have the most memory.  Those whose GPUs cannot be as fast as the best so far are left out.
     """
-    estimator, model = book.estimator, book.estimator.model
+    estimator, model = memo.estimator, memo.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
-    slowest_s = 1 / (book.goal.min_iterations_per_s or 1e-30)
-    for point in operating_points(estimator, book.goal, limits, over_replicas=True):
+    slowest_s = 1 / (memo.goal.min_iterations_per_s or 1e-30)
+    for point in operating_points(estimator, memo.goal, limits, over_replicas=True):
         total = model.global_batch_size // point.micro_batch_size
         for kinds in _even_kinds(estimator, limits, point):
             nodes = [estimator.cluster.nodes[kind.pool].gpus_per_node // kind.tp for kind in kinds]
@@ -296,13 +296,13 @@ def even_seeds(book: Book, limits: Limits, count: int) -> Iterator[tuple[Groups,
                     rate = sum([kind.rate * n for kind, n in zip(kinds, stages)]) * width
                     work_s = model.global_batch_size * model.num_layers / rate
                     guess = work_s * (1 + (sum(stages) - 1) / (PIECES * (total // width)))
-                    if book.goal.objective == "cost":
+                    if memo.goal.objective == "cost":
                         guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
-                    if guess < book.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= book.simulated:
+                    if guess < memo.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= memo.simulated:
                         groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
     best = nsmallest(count, found)
-    if book.best == inf or PLAIN.name not in book.goal.schedules:  # the fastest ones may need too much memory
+    if memo.best == inf or PLAIN.name not in memo.goal.schedules:  # the fastest ones may need too much memory
         best += nsmallest(count, [entry for entry in found if entry[3].recompute == model.recompute[-1]])
     for _, _, chosen, point in best:
         for order in dict.fromkeys((chosen, chosen[::-1])):

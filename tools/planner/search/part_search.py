@@ -11,11 +11,11 @@ from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
 from .balance import relieved
-from .book import Book, Groups
 from .bounds import Bounds
+from .candidate_cache import CandidateCache, Groups
 from .finish import finish
 from .moves import hide_transfers, neighbours, schedule_variants, trimmed
-from .outcome import PENALTY, Effort, Goal, Outcome, Progress, effort_for
+from .outcome import PENALTY, Effort, Goal, Progress, SearchResult, effort_for
 from .pools import (
     MOST_POOLS,
     Limits,
@@ -28,7 +28,7 @@ from .pools import (
     pools_left_out,
     rounded_down,
 )
-from .seeds import TP_SIZES, WORTH, best_rate, even_seeds, seeds, with_split_vocabulary
+from .seeds import SEED_MARGIN, TP_SIZES, best_rate, even_seeds, seeds, with_split_vocabulary
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
@@ -57,13 +57,13 @@ def stage_options(estimator: Estimator, point: Candidate, limits: Limits | None 
 class _Tree:
     """One operating point (batch, recompute, ZeRO stage)."""
 
-    def __init__(self, book: Book, point: Candidate, margin: float, nodes: int, known: float) -> None:
-        self.book, self.point, self.margin, self.nodes, self.known = book, point, 1 + margin, nodes, known
-        estimator = book.estimator
+    def __init__(self, memo: CandidateCache, point: Candidate, margin: float, nodes: int, known: float) -> None:
+        self.memo, self.point, self.margin, self.nodes, self.known = memo, point, 1 + margin, nodes, known
+        estimator = memo.estimator
         self.estimator = estimator
         self.total = estimator.model.global_batch_size // point.micro_batch_size
         self.options = []
-        for groups in stage_options(estimator, point, book.limits):
+        for groups in stage_options(estimator, point, memo.limits):
             units = [u for g in groups if (u := estimator.unit_of(point, g)) is not None]  # there are figures for all
             use = [0] * len(estimator.cluster.nodes)
             for g in groups:
@@ -77,17 +77,17 @@ class _Tree:
 
     def limit(self) -> float:
         """Iterations at least this long need not be looked at."""
-        return min(self.book.best, self.known) * self.margin
+        return min(self.memo.best, self.known) * self.margin
 
     def run(self) -> None:
-        self._grow([], self.book.limits, self.estimator.model.num_layers, 0.0, 0.0)
+        self._grow([], self.memo.limits, self.estimator.model.num_layers, 0.0, 0.0)
 
     def _bound(self, seconds: float, used_usd_per_s: float) -> float:
-        return seconds * used_usd_per_s if self.book.goal.objective == "cost" else seconds
+        return seconds * used_usd_per_s if self.memo.goal.objective == "cost" else seconds
 
     def _grow(self, stages: list[Stage], left: tuple[int, ...], layers: int, before: float, price: float) -> None:
         self.nodes -= 1
-        if self.nodes < 0 or self.book.progress.out_of_time:
+        if self.nodes < 0 or self.memo.progress.out_of_time:
             raise _GaveUp
         for groups, use, units, _ in self.options:
             if any(u > n for u, n in zip(use, left)):
@@ -107,26 +107,26 @@ class _Tree:
                 here = [*stages, Stage(n, groups)]
                 if n == layers:
                     self.nodes -= 1
-                    self.book.try_slack(self.point.with_(stages=tuple(here)))
+                    self.memo.try_slack(self.point.with_(stages=tuple(here)))
                 elif rate_left:
                     ahead = before + least + self.total * (layers - n) / rate_left
                     if self._bound(ahead, cost) <= self.limit():
                         self._grow(here, rest, layers - n, before + least, cost)
 
 
-def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) -> bool:
+def branch_and_bound(memo: CandidateCache, nodes: int, margin: float, known: float = inf) -> bool:
     """Search all 1F1B plans; True when the search was complete.
 
     Args:
         margin: Plans that are slower than the best by no more than this share are kept.
     """
-    model = book.estimator.model
+    model = memo.estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
-    if PLAIN not in book.goal.allowed or not book.estimator.may_hold(book.limits):
+    if PLAIN not in memo.goal.allowed or not memo.estimator.may_hold(memo.limits):
         return False
     try:
         for zero, recompute, batch in product(zeros, model.recompute, reversed(model.batch_sizes)):
-            tree = _Tree(book, Candidate((), batch, recompute, zero_stage=zero), margin, nodes, known)
+            tree = _Tree(memo, Candidate((), batch, recompute, zero_stage=zero), margin, nodes, known)
             try:
                 tree.run()
             finally:
@@ -136,7 +136,7 @@ def branch_and_bound(book: Book, nodes: int, margin: float, known: float = inf) 
     return True
 
 
-CLEAR = 0.01  # a neighbour that is better by this share is taken without looking at the others
+CLEAR_GAIN = 0.01  # a neighbour that is better by this share is taken without looking at the others
 MANY = 64  # neighbours that are looked at before a much better one is taken at once
 KEPT = 16  # plans of a further part that are remembered
 BRIEF = 100, 12, 80
@@ -147,14 +147,14 @@ MOST_LEFT_OUT = 4  # nodes that are left out one after the other
 FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
-HOPEFUL = 1.15  # starting points that look worse than a known plan by this factor will not be better
+START_MARGIN = 1.15  # starting points that look worse than a known plan by this factor will not be better
 _Sketched = tuple[float, tuple[int, int], Groups, Candidate]  # a guess, when it was made, and of what
 MOST_RELIEVED = 8  # plans of each schedule that run all layers again, and may keep some
 POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
 @dataclass(slots=True)
-class Ground:
+class SearchContext:
     """Holds what searches of the parts of one cluster have in common."""
 
     estimator: Estimator
@@ -167,7 +167,7 @@ class Ground:
     whole: Limits = field(init=False)  # all GPUs
     is_near: bool = field(init=False)  # so small that its parts are searched as if there were nothing else
     is_small: bool = field(init=False)  # so small that even what is left of it is searched like that
-    first: Book | None = None  # the book of the first search, whose sketches the others share
+    first: CandidateCache | None = None  # the memo of the first search, whose sketches the others share
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)
@@ -182,67 +182,67 @@ class Ground:
         return not self.is_near and len(self.whole) > MOST_POOLS
 
 
-def thorough(
-    ground: Ground, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
-) -> Outcome:
+def part_search(
+    context: SearchContext, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
+) -> SearchResult:
     """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
         bound: Value of a plan that is known already; worse ones are of no use.
-        goal: With fewer schedules than that of the ground.
+        goal: With fewer schedules than that of the context.
         effort: How hard to search; None: as suits the part.
     """
-    merged, goal, progress = ground.merged, goal or ground.goal, ground.progress
+    merged, goal, progress = context.merged, goal or context.goal, context.progress
     gpus = sum(limits)
-    effort = effort or ground.asked or effort_for(gpus)
+    effort = effort or context.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
     beaten = bound if gpus > effort.near_gpus or goal.objective == "cost" else inf
-    book = Book(merged.estimator, goal, progress, limits, ground.first, bound=beaten, simulated=bound)
-    ground.first = ground.first or book
-    outcome = Outcome("auto")
+    memo = CandidateCache(merged.estimator, goal, progress, limits, context.first, bound=beaten, simulated=bound)
+    context.first = context.first or memo
+    outcome = SearchResult("auto")
     try:
-        explore(book, effort, limits)
+        explore(memo, effort, limits)
         if gpus <= effort.exact_gpus and not merged.estimator.model.kinds:
             progress.text = "branch and bound"
-            outcome.exact = branch_and_bound(book, effort.exact_nodes, effort.exact_promising, bound)
+            outcome.exact = branch_and_bound(memo, effort.exact_nodes, effort.exact_promising, bound)
         if effort.parts and not outcome.exact:
-            _parts(book, effort, ground.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
-        _climb_by_stages(book, effort, limits)
-        _walk(book, effort, limits, PAST, min(book.bound, bound))
-        _variants(book, effort, limits)
-        _polish(book)
-        hide_transfers(book)
+            _parts(memo, effort, context.bounds, limits, effort.small_gpus < gpus <= effort.near_gpus)
+        _climb_by_stages(memo, effort, limits)
+        _walk(memo, effort, limits, PAST, min(memo.bound, bound))
+        _variants(memo, effort, limits)
+        _polish(memo)
+        hide_transfers(memo)
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # somebody is waiting
-    if bound < inf and goal is ground.goal and limits != ground.whole:  # what looks slower is not simulated
+    if bound < inf and goal is context.goal and limits != context.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
-    place = partial(expand, merged, ground.estimator.cluster)
-    finish(book, outcome, ground.estimator, goal, effort, place, bound=bound)
+    place = partial(expand, merged, context.estimator.cluster)
+    finish(memo, outcome, context.estimator, goal, effort, place, bound=bound)
     return outcome
 
 
-def explore(book: Book, effort: Effort, limits: Limits) -> None:
+def explore(memo: CandidateCache, effort: Effort, limits: Limits) -> None:
     """Seeds on a part of the cluster, and local search from the best of them."""
-    book.progress.text = "seeds"
-    starts = _seed(book, effort, limits)
-    book.progress.text = "local search"
+    memo.progress.text = "seeds"
+    starts = _seed(memo, effort, limits)
+    memo.progress.text = "local search"
     for candidate in starts:
-        _climb(book, effort, candidate, limits)
-        if book.progress.out_of_time:
+        _climb(memo, effort, candidate, limits)
+        if memo.progress.out_of_time:
             raise KeyboardInterrupt
 
 
-def _climb_by_stages(book: Book, effort: Effort, limits: Limits) -> None:
+def _climb_by_stages(memo: CandidateCache, effort: Effort, limits: Limits) -> None:
     """Local search from the best of each number of stages: what is best may be reached from another number."""
-    best = sorted(book.by_stages.values(), key=lambda entry: entry[0])
+    best = sorted(memo.by_stages.values(), key=lambda entry: entry[0])
     for score, candidate in best[: effort.counts]:
-        if score < WORTH * book.to_beat:
-            _climb(book, effort, candidate, limits)
+        if score < SEED_MARGIN * memo.to_beat:
+            _climb(memo, effort, candidate, limits)
 
 
-def _walk(book: Book, effort: Effort, limits: Limits, most_steps: int, known: float) -> None:
+def _walk(memo: CandidateCache, effort: Effort, limits: Limits, most_steps: int, known: float) -> None:
     """Goes on from where local search has ended: to the best neighbour where it has not been, even if that is worse.
 
     Of what it meets only what is better than before is remembered: no other finalist is displaced by it.
@@ -251,15 +251,15 @@ def _walk(book: Book, effort: Effort, limits: Limits, most_steps: int, known: fl
         most_steps: One after the other that find nothing better.
         known: Value of another plan; from one that looks much worse nothing is gained.
     """
-    if book.best >= POLISHED * known:
+    if memo.best >= POLISHED * known:
         return
-    before, found, best, steps = book.best, set(book.good), book.best, 0
-    current = next(iter(book.top(1)))[0]
+    before, found, best, steps = memo.best, set(memo.good), memo.best, 0
+    current = next(iter(memo.top(1)))[0]
     visited = {current}
-    while steps < most_steps and not book.progress.out_of_time:
+    while steps < most_steps and not memo.progress.out_of_time:
         tried: list[tuple[float, Candidate]] = []
-        for groups, like in _promising(book, effort, current, limits, hasty=False):
-            score, candidate = book.try_groups(groups, like)
+        for groups, like in _promising(memo, effort, current, limits, hasty=False):
+            score, candidate = memo.try_groups(groups, like)
             if candidate is not None and candidate not in visited:
                 tried.append((score, candidate))
                 if score < best * (1 - 1e-9) or len(tried) == MOST_TRIED:
@@ -269,11 +269,11 @@ def _walk(book: Book, effort: Effort, limits: Limits, most_steps: int, known: fl
             break
         visited.add(current)
         best, steps = (score, 0) if score < best * (1 - 1e-9) else (best, steps + 1)
-    for candidate in [c for c, (score, _) in book.good.items() if c not in found and score >= before]:
-        del book.good[candidate]
+    for candidate in [c for c, (score, _) in memo.good.items() if c not in found and score >= before]:
+        del memo.good[candidate]
 
 
-def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
+def _parts(memo: CandidateCache, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
     """Explores every part of the cluster that can hold a better plan than the best so far.
 
     First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
@@ -281,7 +281,7 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
     that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
     """
     # Where the whole has nothing near what is known, parts that differ by little have nothing either.
-    left = effort.parts if book.best < inf or book.bound == inf else FEW_PARTS
+    left = effort.parts if memo.best < inf or memo.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
     seen = {whole}
 
@@ -291,56 +291,56 @@ def _parts(book: Book, effort: Effort, bounds: Bounds, whole: Limits, is_near: b
 
     def is_better(limits: Limits, how: Effort) -> bool:
         """Whether the part has a better plan."""
-        before = book.best
+        before = memo.best
         seen.add(limits)
-        own = Book(book.estimator, book.goal, book.progress, limits, book, simulated=book.simulated)
+        own = CandidateCache(memo.estimator, memo.goal, memo.progress, limits, memo, simulated=memo.simulated)
         explore(own, how, limits)
         _climb_by_stages(own, how, limits)
-        _walk(own, how, limits, PAST_OF_PART, book.best)
+        _walk(own, how, limits, PAST_OF_PART, memo.best)
         for candidate, _ in own.top(KEPT):
-            book.try_candidate(candidate)
-        return book.best < before
+            memo.try_candidate(candidate)
+        return memo.best < before
 
     def hopeful(found: list[Limits]) -> Iterator[Limits]:
         for limits in dict.fromkeys(found):
-            known = min(book.to_beat * (1 + effort.promising), book.simulated)
+            known = min(memo.to_beat * (1 + effort.promising), memo.simulated)
             if limits not in seen and not bounds.excludes(limits, known):
                 yield limits
 
     better = []
-    for limits in hopeful(sorted(parts(book.estimator, whole), key=order)):
+    for limits in hopeful(sorted(parts(memo.estimator, whole), key=order)):
         seen.add(limits)
-        before = book.best
-        explore(book, smaller, limits)
-        better += [limits] if book.best < before else []
+        before = memo.best
+        explore(memo, smaller, limits)
+        better += [limits] if memo.best < before else []
         left -= 1
         if not left:
             break
     if not is_near:
         return
     brief = replace(smaller, sketches=BRIEF[0], seeds=BRIEF[1], steps=BRIEF[2], counts=1)
-    further = nodes_left_out(book.estimator, whole) + rounded_down(book.estimator, whole) + pools_left_out(whole)
+    further = nodes_left_out(memo.estimator, whole) + rounded_down(memo.estimator, whole) + pools_left_out(whole)
     if len(whole) <= MOST_POOLS:
-        further += nodes_left_out(book.estimator, whole, 2)
+        further += nodes_left_out(memo.estimator, whole, 2)
     for _ in range(MOST_LEFT_OUT):
         better += [limits for limits in hopeful(further) if is_better(limits, brief)]
         if not better:
             return
-        further, better = nodes_left_out(book.estimator, better[-1]), []
+        further, better = nodes_left_out(memo.estimator, better[-1]), []
 
 
-def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
+def _seed(memo: CandidateCache, effort: Effort, limits: Limits) -> list[Candidate]:
     """Sketch all seeds and evaluate what looks best; the best with different stages."""
     sketched: list[tuple[float, int, Groups, Candidate]] = []
     hope = [inf]
-    for i, (groups, like) in enumerate(seeds(book, effort.sketches, limits, hope)):
-        value = book.sketch.value(groups, like, WORTH * min(book.to_beat, hope[0]), book.simulated)
+    for i, (groups, like) in enumerate(seeds(memo, effort.sketches, limits, hope)):
+        value = memo.sketch.value(groups, like, SEED_MARGIN * min(memo.to_beat, hope[0]), memo.simulated)
         if len(groups) > 1 and len({sum([g.count for g in stage]) for stage in groups}) == 1:
-            book.even.setdefault((groups, like.micro_batch_size, like.recompute, like.zero_stage), like)
+            memo.even.setdefault((groups, like.micro_batch_size, like.recompute, like.zero_stage), like)
         if value < inf:
             sketched.append((value, i, groups, like))
             hope[0] = min(hope[0], value)
-        if i % 64 == 0 and book.progress.spent:
+        if i % 64 == 0 and memo.progress.spent:
             break
     sketched.sort(key=lambda item: item[:2])
     scored: list[tuple[float, int, Candidate]] = []
@@ -348,13 +348,13 @@ def _seed(book: Book, effort: Effort, limits: Limits) -> list[Candidate]:
     for value, i, groups, like in sketched:
         kind = tuple(tuple(g.pool for g in stage) for stage in groups)
         tried[kind] = tried.get(kind, 0) + 1
-        if len(scored) == effort.seeds or value > WORTH * min(book.to_beat, hope[0]):
+        if len(scored) == effort.seeds or value > SEED_MARGIN * min(memo.to_beat, hope[0]):
             break
         if tried[kind] <= effort.alike:
-            score, candidate = book.try_groups(groups, like)
+            score, candidate = memo.try_groups(groups, like)
             if candidate is not None:
                 scored.append((score, i, candidate))
-        if book.progress.spent:
+        if memo.progress.spent:
             break
     scored.sort(key=lambda item: item[:2])
     return _starts(scored, effort)
@@ -368,26 +368,26 @@ def _starts(scored: list[tuple[float, int, Candidate]], effort: Effort) -> list[
     for score, _, candidate in scored:
         shape, count = tuple(tuple(g.pool for g in s.groups) for s in candidate.stages), len(candidate.stages)
         new = len(shapes) < effort.beam and shape not in shapes
-        if new or (len(counts) < effort.counts and count not in counts and score < WORTH * scored[0][0]):
+        if new or (len(counts) < effort.counts and count not in counts and score < SEED_MARGIN * scored[0][0]):
             out.append(candidate)
             shapes.add(shape)
             counts.add(count)
     return out
 
 
-def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> None:
+def _climb(memo: CandidateCache, effort: Effort, start: Candidate, limits: Limits, share: int = 1) -> None:
     """Improvement over the neighbourhood until nothing improves or a share of the budget is spent."""
-    current, score = start, book.try_candidate(start)
+    current, score = start, memo.try_candidate(start)
     spent, budget, hasty = 0, effort.steps // share, effort.hasty
-    while spent < budget and not book.progress.out_of_time:
+    while spent < budget and not memo.progress.out_of_time:
         step = current, hasty
-        if step not in book.steps:
-            best, tried, whole = _better(book, effort, current, score, limits, hasty, budget=budget - spent)
+        if step not in memo.steps:
+            best, tried, whole = _better(memo, effort, current, score, limits, hasty, budget=budget - spent)
             spent += tried
             if whole:
-                book.steps[step] = best
+                memo.steps[step] = best
         else:  # another climb has been here
-            best = book.steps[step]
+            best = memo.steps[step]
         if best is None and not hasty:
             break
         hasty = effort.hasty and best is not None
@@ -396,7 +396,7 @@ def _climb(book: Book, effort: Effort, start: Candidate, limits: Limits, share: 
 
 
 def _better(
-    book: Book, effort: Effort, current: Candidate, score: float, limits: Limits, hasty: bool, budget: int
+    memo: CandidateCache, effort: Effort, current: Candidate, score: float, limits: Limits, hasty: bool, budget: int
 ) -> tuple[tuple[float, Candidate] | None, int, bool]:
     """A better neighbour (None: there is none), how many were evaluated, and whether the budget was enough.
 
@@ -405,12 +405,12 @@ def _better(
     """
     best: tuple[float, Candidate] | None = None
     spent = 0
-    for groups, like in _promising(book, effort, current, limits, hasty):
-        found, candidate = book.try_groups(groups, like)
+    for groups, like in _promising(memo, effort, current, limits, hasty):
+        found, candidate = memo.try_groups(groups, like)
         spent += 1
         if candidate is not None and found < (best[0] if best else score) * (1 - 1e-9):
             best = (found, candidate)
-        if best is not None and best[0] < score * (1 - CLEAR):
+        if best is not None and best[0] < score * (1 - CLEAR_GAIN):
             break
         if spent >= budget:
             return best, spent, False
@@ -418,21 +418,21 @@ def _better(
 
 
 def _promising(
-    book: Book, effort: Effort, current: Candidate, limits: Limits, hasty: bool
+    memo: CandidateCache, effort: Effort, current: Candidate, limits: Limits, hasty: bool
 ) -> list[tuple[Groups, Candidate]]:
     """The neighbours that look no worse than the candidate, the best first.
 
     Args:
         hasty: Of many neighbours only the first are looked at, if one of them looks much better.
     """
-    here = book.sketch.value(tuple(s.groups for s in current.keeping().stages), current)
-    most = here * (1 + effort.near) if current in book.good else inf
-    clear = here * (1 - 3 * CLEAR) if hasty and current in book.good else 0.0
-    known = book.good[current][1] if current in book.good else book.estimator.estimate(current)
+    here = memo.sketch.value(tuple(s.groups for s in current.keeping().stages), current)
+    most = here * (1 + effort.near) if current in memo.good else inf
+    clear = here * (1 - 3 * CLEAR_GAIN) if hasty and current in memo.good else 0.0
+    known = memo.good[current][1] if current in memo.good else memo.estimator.estimate(current)
     slowest, found = known.bottleneck if known else 0, list[_Sketched]()
-    near = neighbours(book.estimator, book.goal, current, slowest, limits, effort.spread)
+    near = neighbours(memo.estimator, memo.goal, current, slowest, limits, effort.spread)
     for i, (groups, like) in enumerate(near):
-        value = book.sketch.value(groups, like, most, book.simulated)
+        value = memo.sketch.value(groups, like, most, memo.simulated)
         if value < most:
             most = min(most, _keep(found, (value, (i, 0), groups, like), effort.neighbours))
         if i >= MANY and min(value, most) < clear:
@@ -447,30 +447,30 @@ def _keep(best: list[_Sketched], entry: _Sketched, count: int) -> float:
     return best[-1][0] if len(best) == count else inf
 
 
-def _variants(book: Book, effort: Effort, limits: Limits) -> None:
+def _variants(memo: CandidateCache, effort: Effort, limits: Limits) -> None:
     """Other schedules for the best stages, then again for what got better."""
-    starts = [c for c, _ in book.top(effort.beam, PLAIN.name)]
-    starts += [c for _, (_, c) in sorted(book.by_stages.items())[: 2 * effort.beam] if c not in starts]
-    if any(schedule.needs_equal_widths for schedule in book.goal.allowed):
-        starts += [c for count, (_, c) in sorted(book.alike.items()) if count > 1]
-    if not starts and book.nearest is not None:
-        starts = [book.nearest[1]]
-    starts += [] if book.good else _on_one_stage(book, limits)
+    starts = [c for c, _ in memo.top(effort.beam, PLAIN.name)]
+    starts += [c for _, (_, c) in sorted(memo.by_stages.items())[: 2 * effort.beam] if c not in starts]
+    if any(schedule.needs_equal_widths for schedule in memo.goal.allowed):
+        starts += [c for count, (_, c) in sorted(memo.alike.items()) if count > 1]
+    if not starts and memo.nearest is not None:
+        starts = [memo.nearest[1]]
+    starts += [] if memo.good else _on_one_stage(memo, limits)
     for candidate in starts:
         groups: Groups = tuple(s.groups for s in candidate.keeping().stages)
-        for variant in schedule_variants(book.estimator, book.goal, candidate):
-            book.try_groups(groups, variant)
-    _even_seeds(book, limits)
+        for variant in schedule_variants(memo.estimator, memo.goal, candidate):
+            memo.try_groups(groups, variant)
+    _even_seeds(memo, limits)
     # What is found with whole vocabularies does not depend on plans that split them.
-    for schedule, is_split in product(book.goal.allowed, (False, True)):
+    for schedule, is_split in product(memo.goal.allowed, (False, True)):
         if schedule is not PLAIN:
-            for candidate, _ in book.top(1, schedule.name, is_split):
-                _climb(book, effort, candidate, limits, share=2)
+            for candidate, _ in memo.top(1, schedule.name, is_split):
+                _climb(memo, effort, candidate, limits, share=2)
 
 
-def _on_one_stage(book: Book, limits: Limits) -> Iterator[Candidate]:
+def _on_one_stage(memo: CandidateCache, limits: Limits) -> Iterator[Candidate]:
     """All GPUs by TP size.  Where nothing else fits, ministages may: main memory holds the state, which all share."""
-    model, nodes = book.estimator.model, book.estimator.cluster.nodes
+    model, nodes = memo.estimator.model, memo.estimator.cluster.nodes
     for tp in TP_SIZES:
         groups = [Group(p, tp, n // tp) for p, n in enumerate(limits) if tp <= min(n, nodes[p].gpus_per_node)]
         if groups:
@@ -478,7 +478,7 @@ def _on_one_stage(book: Book, limits: Limits) -> Iterator[Candidate]:
             yield Candidate((stage,), model.batch_sizes[0], zero_stage=int(model.distributed_optimizer))
 
 
-def _even_seeds(book: Book, limits: Limits) -> None:
+def _even_seeds(memo: CandidateCache, limits: Limits) -> None:
     """Starting points with as many replicas on every stage, under the schedules that are at their best there.
 
     Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.  Where the
@@ -486,22 +486,22 @@ def _even_seeds(book: Book, limits: Limits) -> None:
     """
     looked_at: dict[tuple[str, bool], list[_Sketched]] = {}
     most_of = {
-        (s.name, is_split): min(HOPEFUL * book.simulated, POLISHED * book.to_beat_under(s.name))
-        for s, is_split in product(book.goal.allowed, (False, True))
+        (s.name, is_split): min(START_MARGIN * memo.simulated, POLISHED * memo.to_beat_under(s.name))
+        for s, is_split in product(memo.goal.allowed, (False, True))
     }
     known: dict[tuple[Candidate, int, int], list[Candidate]] = {}
-    met = [(groups, like) for (groups, *_), like in book.even.items()][:MOST_EVEN]
-    found = with_split_vocabulary(book.estimator, chain(even_seeds(book, limits, MOST_EVEN), met))
+    met = [(groups, like) for (groups, *_), like in memo.even.items()][:MOST_EVEN]
+    found = with_split_vocabulary(memo.estimator, chain(even_seeds(memo, limits, MOST_EVEN), met))
     for i, (groups, like) in enumerate(found):
         kind = like, len(groups), sum([g.count for g in groups[0]])
         if kind not in known:
-            known[kind] = _even_variants(book, groups, like)
+            known[kind] = _even_variants(memo, groups, like)
         for j, variant in enumerate(known[kind]):
             name = variant.schedule, bool(variant.rows)
             most = most_of[name]
-            if book.sketch.least(groups, variant) > min(most, book.simulated):
+            if memo.sketch.least(groups, variant) > min(most, memo.simulated):
                 continue
-            value = book.sketch.value(groups, variant, most, book.simulated)
+            value = memo.sketch.value(groups, variant, most, memo.simulated)
             if value < inf:
                 entry = value, (i, j), groups, variant
                 most_of[name] = min(most, _keep(looked_at.setdefault(name, []), entry, 4 * MOST_EVEN_TRIED))
@@ -509,45 +509,45 @@ def _even_seeds(book: Book, limits: Limits) -> None:
         usable = 0
         # Some differ in a ZeRO stage only, which the schedule decides.
         for (groups, variant), value in {(groups, variant): value for value, _, groups, variant in mine}.items():
-            usable += book.try_groups(groups, variant)[0] < PENALTY * value  # else it lacks memory
+            usable += memo.try_groups(groups, variant)[0] < PENALTY * value  # else it lacks memory
             if usable == MOST_EVEN_TRIED:
                 break
 
 
-def _even_variants(book: Book, groups: Groups, like: Candidate) -> list[Candidate]:
+def _even_variants(memo: CandidateCache, groups: Groups, like: Candidate) -> list[Candidate]:
     """Every schedule for stages of this number and width, taken to have equally many layers."""
-    layers = book.estimator.model.num_layers // len(groups)
+    layers = memo.estimator.model.num_layers // len(groups)
     plain = like.with_(stages=tuple([Stage(layers, stage) for stage in groups]))
-    schedules = [s for s in book.goal.allowed if layers and not (like.rows and s.shards_parameters)]
-    return [variant for schedule in schedules for variant in schedule.variants(book.estimator, plain)]
+    schedules = [s for s in memo.goal.allowed if layers and not (like.rows and s.shards_parameters)]
+    return [variant for schedule in schedules for variant in schedule.variants(memo.estimator, plain)]
 
 
-def _polish(book: Book) -> None:
+def _polish(memo: CandidateCache) -> None:
     """Change the best of each schedule a little: numbers of ministages, orders, layers, and no useless replicas."""
-    for schedule in book.goal.allowed:
-        full = [c for c, _ in book.top(len(book.good), schedule.name) if c.recompute == "full"]
+    for schedule in memo.goal.allowed:
+        full = [c for c, _ in memo.top(len(memo.good), schedule.name) if c.recompute == "full"]
         for candidate in full[:MOST_RELIEVED]:
-            book.try_relieved(book.try_candidate(candidate), candidate)
-        for candidate, _ in book.top(2, schedule.name):
+            memo.try_relieved(memo.try_candidate(candidate), candidate)
+        for candidate, _ in memo.top(2, schedule.name):
             for refined in schedule.refined(candidate):
-                book.try_groups(tuple(s.groups for s in candidate.stages), refined)
+                memo.try_groups(tuple(s.groups for s in candidate.stages), refined)
             if not candidate.sizes and not candidate.across_replicas:
-                book.try_candidate(trimmed(book.estimator, candidate))
-        for candidate, _ in book.top(2, schedule.name):
-            if book.try_candidate(candidate) < POLISHED * book.to_beat_under(schedule.name):
-                _shift_layers(book, candidate)
+                memo.try_candidate(trimmed(memo.estimator, candidate))
+        for candidate, _ in memo.top(2, schedule.name):
+            if memo.try_candidate(candidate) < POLISHED * memo.to_beat_under(schedule.name):
+                _shift_layers(memo, candidate)
 
 
-def _shift_layers(book: Book, current: Candidate) -> None:
+def _shift_layers(memo: CandidateCache, current: Candidate) -> None:
     """Single layers from a stage to another as long as that makes the candidate better."""
-    score, count = book.try_candidate(current), len(current.stages)
+    score, count = memo.try_candidate(current), len(current.stages)
     improved = True
     while improved:
         improved = False
         for i, j in product(range(count), repeat=2):
             if i == j or current.stages[i].layers <= 1 or (count > 6 and abs(i - j) > 1):
                 continue
-            shifted = relieved(book.estimator, current.shifted(i, j))
-            found = book.try_candidate(shifted)
+            shifted = relieved(memo.estimator, current.shifted(i, j))
+            found = memo.try_candidate(shifted)
             if found < score * (1 - 1e-9):
                 current, score, improved = shifted, found, True

@@ -399,7 +399,7 @@ def in_regions(estimator: Estimator, goal: Goal, groups: Groups) -> bool:
     return not goal.keep_data_parallel_in_region or all(len({region[g.pool] for g in stage}) == 1 for stage in groups)
 
 
-class Book:
+class CandidateCache:
     """Memo of scores; remembers the best candidates that hold all constraints.
 
     What is looked at of a schedule depends on 1F1B and on that schedule: more schedules to choose from do not change
@@ -411,7 +411,7 @@ class Book:
     with equal numbers of replicas.
 
     Args:
-        known: Another book of the same estimator and goal, whose sketches and layers are used too.
+        known: Another memo of the same estimator and goal, whose sketches and layers are used too.
         bound: Value of a plan that is known already: what looks much worse is of no use.
         simulated: The same of a plan that has been simulated: what computes longer is of no use.
     """
@@ -424,7 +424,7 @@ class Book:
         goal: Goal,
         progress: Progress,
         limits: Limits | None = None,
-        known: "Book | None" = None,
+        known: "CandidateCache | None" = None,
         bound: float = inf,
         simulated: float = inf,
     ) -> None:
