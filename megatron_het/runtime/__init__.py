@@ -1,5 +1,5 @@
-"""A rank's process under a plan, whatever the features: model chunks, data, transfers, the loop over operations.
+"""A rank's process under a plan, independent of features: model chunks, data, transfers, the loop over operations.
 
-Open ``session.py`` first: everything that depends on the plan, built once and torn down again.  ``executor.py`` runs a
-rank's operations, ``training.py`` ties a session to ``megatron.training``, ``feature.py`` is what a feature may do.
+Read ``session.py`` first: it owns everything that depends on the plan.  ``executor.py`` runs a rank's operations,
+``training.py`` connects a session to ``megatron.training``, ``feature.py`` is the protocol of features on a rank.
 """

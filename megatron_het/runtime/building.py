@@ -1,9 +1,9 @@
-"""Building a rank's model chunks: what Megatron's builder cannot do by itself.
+"""Builds a rank's model chunks in the cases that Megatron's builder does not support.
 
 Upstream builds several chunks per rank only in pipelines of two or more stages, because its
 interleaved schedule needs them.  Ministages make sense on a single stage too: they bound how many
-parameters are materialised.  And its builder knows one position of a rank in the pipeline and one number of chunks,
-where in a V every chunk of a rank has its own position, and stages may have different numbers of chunks.
+parameters are materialised.  Upstream's builder also assumes one pipeline position per rank and one number of chunks.
+In a V-shaped placement every chunk of a rank has its own position, and stages may have different numbers of chunks.
 """
 
 import copy
@@ -29,13 +29,13 @@ from megatron_het.distributed import Axis, at_chunk
 
 # Selective recomputation of the up projection and SwiGLU (SlimPipe, section 6.4).
 #
-# With ``--recompute-granularity selective --recompute-modules mlp`` Megatron runs the whole MLP a second
-# time.  The down projection's output is not needed for any gradient, so here only what comes before it
-# is run again, when its backward asks for its input.  What stays from the forward is the MLP's input.
+# With ``--recompute-granularity selective --recompute-modules mlp`` Megatron recomputes the whole MLP.  No gradient
+# needs the down projection's output.  So here only the up projection and SwiGLU are recomputed, when the backward of
+# the down projection asks for its input.  Only the MLP's input is kept from the forward.
 
 
 class _Recomputed(torch.autograd.Function):
-    """Runs a function now without a graph, and once more, with one, when its output is asked for."""
+    """Runs a function without an autograd graph, and again with a graph when the backward needs its output."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, promise: "_Promise") -> torch.Tensor:
@@ -56,7 +56,7 @@ class _Recomputed(torch.autograd.Function):
 
 @dataclass(slots=True, eq=False)
 class _Promise:
-    """The output of a function that can be made again."""
+    """The output of a function that is recomputed on demand."""
 
     run: Callable[[torch.Tensor], torch.Tensor]
     context: Any = None
@@ -82,7 +82,7 @@ class _Reference:
 
 
 class _PassOn(torch.nn.Module):
-    """In place of a down projection."""
+    """Identity in place of a down projection."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns what it is given, and no bias."""
@@ -121,18 +121,18 @@ def _unpack(saved: torch.Tensor | _Reference) -> torch.Tensor:
 
 
 def recompute_up_projections(models: Iterable[torch.nn.Module], reduces_early: bool = False) -> int:
-    """Let MLPs of GPTModels, not yet wrapped, that would be recomputed recompute their first half only; how many.
+    """Make MLPs of unwrapped GPTModels that Megatron would recompute :class:`RecomputingMLP`; returns their number.
 
     Args:
-        reduces_early: Whether reductions ask weights if their layers have added to gradients.  A weight does not come
-            back from hooks for saved tensors as itself, so it would not be told.
+        reduces_early: Whether gradient reductions test a flag on the weight object.  Hooks for saved tensors return
+            another object than the weight, on which the flag would not be set.
     """
     count = 0
     for model in models:
         for layer in model.decoder.layers:  # type: ignore[union-attr]
             if not getattr(layer, "recompute_mlp", False) or type(layer.mlp) is not MLP:
                 continue
-            # In fp8 what runs again is quantised again, and the down projection keeps another input.
+            # In fp8 a recomputed tensor is quantised again, and the down projection keeps another input.
             config = layer.mlp.config
             if not (config.fp8 or (reduces_early and config.gradient_accumulation_fusion)):
                 layer.recompute_mlp = False
@@ -142,7 +142,7 @@ def recompute_up_projections(models: Iterable[torch.nn.Module], reduces_early: b
 
 
 def recompute_first_layers(models: Iterable[torch.nn.Module], counts: Sequence[int]) -> None:
-    """Let chunks of a rank, not yet wrapped, run their first layers again only: so many of each of its chunks."""
+    """Restrict full recomputation to the first ``counts[i]`` layers of chunk i of this rank; chunks are not wrapped."""
     for model in models:
         block: Any = model.decoder
         count = counts[getattr(model, "vp_stage", None) or 0]
@@ -152,9 +152,9 @@ def recompute_first_layers(models: Iterable[torch.nn.Module], counts: Sequence[i
 
 
 class PositionedLayout(PipelineParallelLayerLayout):
-    """Megatron's layout on a rank whose chunks have positions of their own.
+    """Megatron's layout on a rank whose chunks have different pipeline positions.
 
-    Without a pipeline rank Megatron means this rank, which is at another position in every chunk.
+    Megatron calls these methods without a pipeline rank for its own rank; the chunk's position is used then.
 
     Args:
         layout: Megatron's own.
@@ -185,9 +185,9 @@ class PositionedLayout(PipelineParallelLayerLayout):
 
 
 def know_positions(transformer: Any, positions: tuple[int, ...]) -> None:
-    """Let a transformer configuration's layout know the positions of this rank's chunks, where they differ.
+    """Put a :class:`PositionedLayout` into a transformer configuration where this rank's chunks differ in position.
 
-    A hybrid model has no layout: the chunk's position is known where it is built.
+    A hybrid model has no layout: its builder is given the chunk's position.
     """
     layout = transformer.pipeline_model_parallel_layout
     if layout is not None and len(set(positions)) > 1:
@@ -195,9 +195,9 @@ def know_positions(transformer: Any, positions: tuple[int, ...]) -> None:
 
 
 class ChunkedBuilder:
-    """Builds all chunks of the only stage of a pipeline, or of a stage that has several positions.
+    """Mixin before one of Megatron's builders.
 
-    It comes before one of Megatron's builders among the bases of a class.
+    It builds all chunks of the only stage of a pipeline, or of a stage whose chunks have several positions.
     """
 
     wraps_with_upstream = True  # whether upstream wraps them with DDP; else ``_wrap`` does
@@ -214,9 +214,9 @@ class ChunkedBuilder:
         model_type: ModelType = ModelType.encoder_or_decoder,
         **options: Any,
     ) -> list[Any]:
-        """Builds chunks as upstream does; those that upstream cannot build come one after the other.
+        """Builds chunks as upstream does; chunks that upstream cannot build are built one after the other.
 
-        Its other options, of which every release has its own, are for what comes after building.
+        ``options``, which differ between releases, only concern the steps after building.
         """
         options |= {
             "ddp_config": ddp_config,
@@ -249,7 +249,7 @@ class ChunkedBuilder:
         wrap_with_ddp: bool = True,
         **options: Any,
     ) -> list[Any]:
-        """Returns what comes between building chunks and handing them over: hooks, devices, wrappers."""
+        """Run upstream's steps after building (hooks, device, wrappers); returns the finished chunks."""
         config = self._model_config
         models = compose_hooks(config.pre_wrap_hooks)(models)
         models = prepare_existing_model_chunks_for_distributed_training(
@@ -295,22 +295,22 @@ class ChunkedBuilder:
 
 
 class ChunkedGPTModelBuilder(ChunkedBuilder, GPTModelBuilder):
-    """Builds a GPTModel that way."""
+    """Builds the chunks of a GPTModel."""
 
 
 class PlacedHybridModelBuilder(HybridModelBuilder):
-    """Builds hybrid models, which look up their part of the pattern by the rank that torch says."""
+    """Builds hybrid models, which look up their part of the pattern by the pipeline group's torch rank."""
 
     def build_model(self, pg_collection: ProcessGroupCollection, *positional: Any, **keywords: Any) -> Any:
         axis: Axis = pg_collection.pp
         with axis.known_to_torch():
             model = super().build_model(pg_collection, *positional, **keywords)
         if not (model.decoder.layers or model.pre_process or model.post_process):
-            # What a chunk without layers gives must be another tensor than what it gets, whose memory is given back at
-            # another time; a GPTModel sees to that itself.
+            # The output of a chunk without layers must be another tensor than its input, because both are freed at
+            # different times; a GPTModel does that itself.
             model.decoder.register_forward_hook(lambda _stack, _given, hidden: hidden.clone())
         return model
 
 
 class ChunkedHybridModelBuilder(ChunkedBuilder, PlacedHybridModelBuilder):
-    """Builds a HybridModel that way."""
+    """Builds the chunks of a HybridModel."""

@@ -7,7 +7,7 @@ Transports:
 - ``nccl``: device tensors travel directly.
 - ``gloo``: host tensors travel directly (CPU training).
 - ``staged``: tensors are copied to host memory, travel over gloo, and are copied back.  For programs whose
-  transfers may form a cycle, and devices that share no library.
+  transfers may form a cycle, and for devices without a common communication library.
 
 Every wait is bounded by the timeout, and every failure names the operation and the peer.
 """
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_het.distributed import Edge, Link, PairGroups
 from megatron_het.report import Arrival, TransferLog
 
-Moment = torch.cuda.Event  # how far the compute stream of a device has come
+Moment = torch.cuda.Event  # recorded on the compute stream of a device
 _REMEMBERED = 6
 
 
@@ -62,8 +62,8 @@ class Channels:
     transport: str  # ``nccl``, ``gloo`` or ``staged``
     timeout_s: float  # bound on every wait, in seconds
     rank: int
-    # Sends to one peer that may be under way on gloo, None for any number. With many small transfers, as of slices,
-    # those that have left would otherwise fill the memory until the end of the iteration.  Not for programs with
+    # Sends to one peer that may be in flight on gloo, None for any number.  With many small transfers, as of slices,
+    # tensors of finished sends would otherwise fill the memory until the end of the iteration.  Not for programs with
     # collectives of replicas between their operations.
     pending_per_edge: int | None = None
 
@@ -77,11 +77,11 @@ class Channels:
 
     @property
     def on_device(self) -> bool:
-        """Whether transfers run on the device, where the host has to wait for them at times (``nccl``)."""
+        """Whether transfers run on the device (``nccl``); the host sometimes has to wait for these explicitly."""
         return self.transport == "nccl"
 
     def moment(self, device: torch.device) -> Moment | None:
-        """Mark how far the compute stream has come; None where transfers do not run on a CUDA device."""
+        """Record an event on the compute stream; None where transfers do not run on a CUDA device."""
         if not self.on_device or device.type != "cuda":
             return None
         return torch.cuda.current_stream(device).record_event()
@@ -107,11 +107,11 @@ class Channels:
         """Post a send; the tensor is kept until ``wait_sends`` or its completion is seen.
 
         Args:
-            after: The send begins when the compute stream has come so far; None for all that it was given.
+            after: The send waits for this event of the compute stream; None for all work queued so far.
         """
         self._drop_finished_sends(dst)
         if self.transport == "staged":
-            # The default keeps strides, which gloo refuses.  The host waits here: gloo sends what lies in host memory.
+            # The default keeps strides, which gloo refuses.  The host waits here: gloo sends from host memory.
             tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -167,7 +167,7 @@ class Channels:
         self._sends.clear()
 
     def _ordered(self, after: Moment | None) -> contextlib.AbstractContextManager[Any]:
-        """NCCL begins with what is posted when the current stream has come so far: one that waits for a moment only."""
+        """Make a stream current that waits only for ``after``: NCCL orders a transfer after the current stream."""
         if after is None:
             return contextlib.nullcontext()
         if self._posting is None:
@@ -176,12 +176,12 @@ class Channels:
         return torch.cuda.stream(self._posting)
 
     def _drop_finished_sends(self, dst: int) -> None:
-        """Let go of tensors that have left.
+        """Free the tensors of sends that have completed.
 
-        gloo tells that a send is done only by waiting for it, so the oldest one to a peer is waited
-        for when several are under way.  That cannot deadlock: the peer's list of operations and
+        gloo reports completion only to a wait, so the oldest send to a peer is waited
+        for when several are in flight.  That cannot deadlock: the peer's list of operations and
         this one are projections of one order, in which that send and its receive come before
-        everything that this rank does from here on.
+        all further operations of this rank.
         """
         if self.transport == "nccl":
             if self._sends and self._sends[0].work.is_completed():

@@ -2,8 +2,8 @@
 
 Megatron's loader, with the data-parallel size 1 that a plan shows it, yields the samples in their
 global order: microbatch 0, 1, 2, ..., or, where microbatches differ in size, sample by sample.  A
-replica keeps those that the plan routes to it.  Resuming needs nothing but
-``consumed_train_samples``, which all ranks count alike.
+replica keeps the samples that the plan routes to it.  Resuming needs only
+``consumed_train_samples``, which is the same on all ranks.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from megatron_het.plan import Placement
 from megatron_het.plan.placement import DocumentPlacing
 from megatron_het.schedule.cutting import Bounds, SlicePart, Starts
 
-# What happens to the losses of an iteration: summed over a stage, and told to the ranks that log them.
+# The losses of an iteration are summed over a stage and sent to the ranks that log them.
 
 Reports = list[dict[str, torch.Tensor]]  # the script's loss entries: (sum, tokens) by name, or a mean per microbatch
 MESSAGE_BYTES = 4096
-"""Of the text that tells the losses to the ranks that log them: tens of names with two numbers each."""
+"""Size of the message that sends the losses to the ranks that log them: tens of names with two numbers each."""
 
 
 def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -> Reports:
@@ -50,10 +50,10 @@ def of_whole_stage(reports: Reports, placement: Placement, groups: PlanGroups) -
 
 @contextlib.contextmanager
 def judged_at_the_end(args: Any) -> Iterator[None]:
-    """Let Megatron's rerun machine look at the losses of an iteration together, once all passes have run.
+    """Defer the checks of Megatron's rerun machine on losses to the end of the iteration.
 
-    To look at one, the host waits for the device.  With a loss for every slice it would never be ahead of the device.
-    What is looked for is in Megatron's namespace ``args``.
+    Each check makes the host wait for the device.  With a check per slice the host could never run ahead of the
+    device.  Megatron's ``args`` say which checks are on.
     """
     if not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         yield
@@ -81,10 +81,9 @@ def judged_at_the_end(args: Any) -> Iterator[None]:
 
 
 def _totals(reports: Reports) -> dict[str, torch.Tensor]:
-    """By name, what adds up over ranks: (sum, tokens), or (sum, number) of the script's means.
+    """Totals by name that can be summed over ranks: (sum, tokens), or (sum, number) of the script's means.
 
-    A microbatch has as many reports as its replica has slices of it and ranks that share it, so that means are
-    divided by the number of reports.
+    A microbatch has one report per slice and context-parallel rank, so means are divided by the number of reports.
     """
     found = {}
     for name in reports[0]:
@@ -100,7 +99,7 @@ def _entry(totals: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> di
 
 
 def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device: torch.device) -> Reports:
-    """The entries on the ranks that Megatron logs them on, where the model ends on another stage (a V).
+    """Loss entries on the ranks where Megatron logs them, if the model ends on another stage (V placement).
 
     Args:
         reports: Of the whole stage; empty where this rank has no loss.
@@ -124,29 +123,29 @@ def passed_on(reports: Reports, placement: Placement, groups: PlanGroups, device
     return [{name: torch.tensor(value, device=device) for name, value in json.loads(bytes(letters.tolist())).items()}]
 
 
-# What the FORWARD operations of an iteration read, and what of it is needed ahead of them.
+# The batches that FORWARD operations of an iteration read, and the information that is needed before they run.
 
 
 class Documents(Protocol):
     """Where the documents of microbatches begin (``features/documents/runtime.py``)."""
 
-    ends_states: bool  # whether layers that pass a state along a sequence begin anew with every document
+    ends_states: bool  # whether recurrent layers reset their state at every document
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See where the documents of a batch that was read begin; the batch as the script is to see it."""
+        """Note where the documents of a batch begin; returns the batch as the script is to see it."""
 
     def of(self, microbatch: int) -> tuple[Starts, ...]:
         """Where the documents of each sequence of a microbatch begin."""
 
 
 class Batches:
-    """A FORWARD reads a microbatch from its first token to its last."""
+    """Default reader: a FORWARD reads a microbatch from its first token to its last."""
 
     # whether a FORWARD may run a part of its sequences; :meth:`whole`, :meth:`taken` and :meth:`is_last` are for such
     # readers
     cuts = False
     documents: Documents | None = None  # where documents begin, where attention ends at them
-    # which documents the ranks that share sequences hold; None where their places in a slice say it
+    # which documents each context-parallel rank holds; None where ranks hold fixed positions of a slice
     placing: DocumentPlacing | None = None
 
     def __init__(self) -> None:
@@ -158,18 +157,18 @@ class Batches:
         return data_iterator if ahead is None else iter([ahead])
 
     def peek(self, op: RankOp, data_iterator: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Returns what the FORWARD of an operation will read, ahead of it (first TP rank)."""
+        """Returns the batch that an operation's FORWARD will read, before it runs (first TP rank)."""
         found = self._ahead[op.microbatch, op.chunk] = next(data_iterator)
         return found
 
     def rows(self, rows: int, op: RankOp) -> int:
-        """Rows of the activations of an operation's pass, given those of a pass of nominal length."""
+        """Rows of the activations of an operation's pass, from ``rows`` of a pass of nominal length."""
         return rows
 
     def part(self, op: RankOp) -> tuple[int, int]:
-        """Tokens of an operation's pass, if all ranks that share it had as many as this one, and of its sequence.
+        """Tokens of an operation's pass and of its whole sequence, or numbers in the same proportion.
 
-        Or numbers in proportion.
+        They are counted as if all ranks that share the pass had as many tokens as this one.
         """
         return 1, 1
 
@@ -178,22 +177,22 @@ class Batches:
         return None
 
     def bounds(self, microbatch: int) -> Bounds:
-        """Where the slices of a microbatch begin, and its end; none without slices."""
+        """Where the slices of a microbatch begin, and where the last one ends; empty without slices."""
         return ()
 
     def slice_parts(self, microbatch: int, units: int) -> tuple[SlicePart, ...]:
-        """Returns each slice's part of a microbatch, with so many exchange units per slice; none without slices."""
+        """Returns each slice's part of a microbatch, with ``units`` exchange units per slice; empty without slices."""
         return ()
 
     def documents_known(self) -> None:
-        """An iteration begins, and where its documents begin is known."""
+        """Called at the start of an iteration, when the starts of its documents are known."""
 
     def whole(self, op: RankOp, data_iterator: Any) -> Mapping[str, Any]:
-        """The batch of an operation with all tokens of its sequences, ahead of it (first TP rank)."""
+        """The batch of an operation with all tokens of its sequences, before it runs (first TP rank)."""
         raise NotImplementedError
 
     def taken(self, op: RankOp, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what an operation's pass has of whole sequences, which are the last dimension."""
+        """Returns the tokens of an operation's pass from whole sequences, which are the last dimension."""
         raise NotImplementedError
 
     def is_last(self, op: RankOp) -> bool:
@@ -201,14 +200,14 @@ class Batches:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """All operations of the iteration are done."""
+        """Called when all operations of the iteration are done: drop what was read."""
 
 
 class RoutedBatchSampler(torch.utils.data.Sampler[list[int]]):
     """Cuts the batches of every iteration into microbatches, and keeps those whose id is one of ``microbatches``.
 
-    It counts on where it is iterated over again: an epoch of a cyclic loader may end inside an
-    iteration.  It must be created at the start of an iteration, as the resuming of a run does.
+    The count of microbatches continues over epochs: an epoch of a cyclic loader may end inside an
+    iteration.  The sampler must be created at the start of an iteration, as resuming a run does.
 
     Args:
         batches: Sampler of batches in global order; one epoch per pass.
@@ -261,15 +260,15 @@ def routed_loader(
 class SkippingIterator:
     """A replica's microbatches for the schedule, and whole iterations for Megatron (``--iterations-to-skip``).
 
-    To skip an iteration Megatron draws as many microbatches as the batch has from every rank, outside of the
-    schedule, and throws them away.  This rank has only its own: it gives these first and then the last one
-    again, so that its next one is the first of the next iteration.
+    To skip an iteration Megatron draws all microbatches of the global batch on every rank, outside of the
+    schedule, and discards them.  This rank has only its own: it returns these first and then repeats the last one,
+    so that the next microbatch it reads is the first of the next iteration.
     """
 
     own: Iterator[Any] | None  # this replica's microbatches; None on a rank that reads nothing
-    count: int  # of them, per iteration
+    count: int  # this replica's microbatches per iteration
     num_draws: int  # how often Megatron draws to skip an iteration
-    rows: int  # sequences of each, for which Megatron's other TP ranks have room; a microbatch may have more
+    rows: int  # sequences of a drawn microbatch that Megatron's other TP ranks allocate; a microbatch may have more
     is_scheduled: Callable[[], bool]  # whether the schedule draws, asked at every draw
 
     def __post_init__(self) -> None:
@@ -305,11 +304,11 @@ def routed_provider(
     Args:
         provider: The script's ``train_valid_test_datasets_provider``.
         microbatches: Ids of this replica's microbatches.
-        batches_of: How many of the batches that Megatron's loader yields each microbatch of an iteration is.
+        batches_of: Number of batches of Megatron's loader that make each microbatch of an iteration.
         loader_type: What ``--dataloader-type`` was: ``single`` or ``cyclic``.
         is_scheduled: Whether the schedule draws, asked at every draw.
-        lacking: Chunks that other ranks have more than this one.  Megatron builds iterators chunk by chunk, with all
-            ranks; this rank takes part for those that it lacks.
+        lacking: Number of chunks that other ranks have beyond this rank's.  Megatron builds iterators chunk by chunk
+            on all ranks; this rank takes part for these chunks, too.
     """
     is_distributed = getattr(provider, "is_distributed", False)
 
@@ -347,13 +346,13 @@ def routed_provider(
 
 
 def draw_by_sample(dataset: Any) -> None:
-    """Let fill-in-the-middle (``--fim-data``) depend on the sample alone.
+    """Seed the random numbers of fill-in-the-middle (``--fim-data``) by sample.
 
-    Megatron's numbers go on with every sample that a process reads.  Ranks with tokens and ranks with labels read
-    different ones, and would rearrange a sample in different ways.
+    Megatron's random state advances with every sample that a process reads.  Ranks that read tokens and ranks that
+    read labels read different samples, and would rearrange the same sample in different ways.
 
     Args:
-        dataset: What a provider gave; all others stay as they are.
+        dataset: Result of a provider; other datasets than fill-in-the-middle ones are left unchanged.
     """
     from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
@@ -372,8 +371,8 @@ def _build_nothing(provider: Callable[..., Any] | None, num_samples: Sequence[in
     """Take part in building the iterators of a chunk that this rank does not have.
 
     Args:
-        provider: Of datasets, where all ranks call it; None where only those call it that read.
-        num_samples: What Megatron tells it.
+        provider: The datasets provider, where all ranks call it; None where only reading ranks do.
+        num_samples: Megatron's argument for the provider.
     """
     from megatron.training import training
 
@@ -394,8 +393,8 @@ def _iterator(
 
     own: dict[str, Any] = {"dataloader_type": loader_type, "eval_micro_batch_size": args.micro_batch_size}
     if loader_type == "cyclic":
-        # Which samples Megatron shuffles depends on the size of what it reads.  Read one by one they come in one order
-        # under all plans, so that a training that changes its plan reads none of an epoch twice.
+        # Megatron's shuffled order depends on the batch size.  Samples that are read one by one have the same order
+        # under all plans, so that a training that changes its plan reads no sample of an epoch twice.
         unit = args.micro_batch_size
         own |= {"micro_batch_size": 1, "eval_micro_batch_size": 1}
         batches_of = [unit * number for number in batches_of]

@@ -30,21 +30,21 @@ from megatron_het.schedule.kinds import PARTS, executed_by
 
 # Quantised copies of weights (fp8) that the layers of Transformer Engine keep from pass to pass.
 #
-# A layer quantises its weights once, for all microbatches and slices.  ``is_first_microbatch`` tells it to do so anew,
-# and with fused accumulation also to write to ``main_grad`` what others add there, which is right only where the
-# backward of the first pass comes first: not with slices or in a V.  So here no pass is the first one.
-# The copies are dropped instead, before the first pass of an iteration and when weights are freed; a layer without one
-# makes one.
+# A layer quantises its weights once, for all microbatches and slices.  ``is_first_microbatch`` makes it quantise again.
+# With fused accumulation the flag also makes the backward overwrite ``main_grad`` instead of adding to it.  That is
+# right only where the first pass also has the first backward: not with slices or in a V.  So here the flag is never
+# set.  Instead the copies are dropped before the first pass of an iteration and when weights are freed.  A layer
+# without a copy makes one.
 
 _COPIES = "_fp8_workspaces"
 _FLAG = "is_first_microbatch"
 
 
 def add_all_gradients(models: Iterable[torch.nn.Module]) -> None:
-    """Let the backward of every pass add to the gradients, whichever comes first.
+    """Let the backward of every pass add to the gradients, in any order of the passes.
 
     Args:
-        models: Chunks; what Megatron's own schedules say of first microbatches is not said to them.
+        models: Chunks, whose hook for first microbatches in Megatron's own schedules is disabled.
     """
     for model in models:
         for module in model.modules():
@@ -67,19 +67,20 @@ def drop_copies(model: torch.nn.Module) -> None:
             copies.clear()
 
 
-# ``--overlap-param-gather``: when updated parameters travel between the replicas of a stage.
+# ``--overlap-param-gather``: when updated parameters are gathered over the replicas of a stage.
 #
-# Megatron begins a bucket's all-gather in the first forward that needs it, which then waits for it.  Its replicas run
-# the same program, so all of them get there.  Under a plan they do not: the first forward of one replica may depend on
-# a forward of another one (in a V, or where a stage before holds few microbatches), which would wait for the first
-# one's part.  So all gathers of an iteration begin before its first operation, in one order on all ranks.
+# Megatron begins a bucket's all-gather in the first forward that needs it, which then waits for it.  Megatron's
+# replicas run the same program, so all of them join.  Under a plan that could deadlock: the first forward of one
+# replica may depend on a forward of another one (in a V, or where an earlier stage holds few microbatches), which
+# would wait in the all-gather for the first.  So all gathers of an iteration begin before its first operation, in one
+# order on all ranks.
 
 
 def begin_gathers(call: Call) -> None:
     """Begin the all-gathers of all chunks, if the iteration has any.
 
-    Megatron says so by ``config.param_sync_func``, which it has where ``align_param_gather`` is set
-    (``config.apply_after_validation``), and takes away while parameters need no gather: in the first iteration
+    It has them if Megatron's ``config.param_sync_func`` is set.  Megatron sets it with ``align_param_gather``
+    (``config.apply_after_validation``), and clears it while parameters need no gather: in the first iteration
     and in evaluations.
     """
     starts = call.config.param_sync_func
@@ -93,7 +94,7 @@ _SHOWN_POSTS = 8
 
 
 class ExecutorError(RuntimeError):
-    """The program and the call do not fit, or the program left work undone."""
+    """The program does not match the call, or left work undone."""
 
 
 @dataclass(eq=False)
@@ -109,10 +110,10 @@ class Executor:
     _: KW_ONLY
     loss_chunk: int | None  # chunk of this rank that ends in the loss; None where none does
     num_chunks: int  # model chunks on this rank
-    tells_chunk: bool  # whether Megatron is told of which chunk a forward is: where some rank has several
+    tells_chunk: bool  # whether forwards pass the chunk's index to Megatron: where some rank has several chunks
     timeline: Timeline  # records when every operation ran
-    features: Sequence[RuntimeFeature] = ()  # what else runs, in the order in which it is called
-    batches: Batches | None = None  # what forwards read
+    features: Sequence[RuntimeFeature] = ()  # the open features, in the order in which they are called
+    batches: Batches | None = None  # the reader of forwards
 
     def __post_init__(self) -> None:
         self._sync_points = {mode: sync_points(program.ops, self.num_chunks) for mode, program in self.programs.items()}
@@ -145,7 +146,7 @@ class Executor:
         return handlers
 
     def run(self, call: Call) -> Iteration:
-        """Run one iteration and return what it left (reports of the last stage, token count)."""
+        """Run one iteration and return its state (reports of the last stage, token count)."""
         program = self.programs[call.forward_only]
         if call.num_microbatches != program.num_microbatches:
             raise ExecutorError(
@@ -171,7 +172,7 @@ class Executor:
             for feature in self._features if index == program.losses_known else ():
                 feature.losses_known(call, state)
             for chunk in points.get(index, ()):
-                state.no_sync.pop(chunk).close()  # the gradients that follow complete those of the chunk
+                state.no_sync.pop(chunk).close()  # from here on backwards complete the chunk's gradients
             with record_function(op.label), self.timeline.measure(op):
                 for feature in self._features if op.kind in PARTS else ():
                     feature.before_part(op, state)
@@ -244,7 +245,7 @@ class Executor:
         return output
 
     def _backward(self, op: RankOp, call: Call, state: Iteration) -> None:
-        """Run a backward; a feature decides what of it is left for later."""
+        """Run a backward; a feature may defer its weight gradients."""
         from megatron.core.pipeline_parallel import schedules
 
         key, backward = op.key, BackwardPass(op)
@@ -273,7 +274,7 @@ class Executor:
             state.no_sync[chunk] = stack
 
     def _keep_for_send(self, kind: Kind, key: Key, tensor: torch.Tensor, call: Call, state: Iteration) -> None:
-        """Keep a result for its sends; a replicated result may have none on this rank."""
+        """Keep a result for its sends; this rank may have no send of a replicated result."""
         program = self.programs[call.forward_only]
         if (kind, key) in program.sends:
             state.to_send[kind, key] = tensor
@@ -310,14 +311,14 @@ class Executor:
 
 
 class StallWatch:
-    """Says what this rank does when an operation does not end.
+    """Reports the running operation of this rank when it does not end.
 
-    A host that waits for the device never comes to a wait with a bound, and NCCL's watchdog, which ends the process
-    then, knows the collective but not who waits for it.  So a thread looks from time to time, asks the device nothing,
-    and writes to the standard error before that watchdog strikes.
+    A host that waits for the device never reaches a wait with a timeout.  NCCL's watchdog, which then ends the process,
+    knows the collective but not the operation.  So a thread checks periodically, without a call to the device, and
+    writes a report to the standard error before the watchdog ends the process.
 
     Args:
-        executor: Knows the operation.
+        executor: The executor whose operation is watched.
         channels: Transfers of all purposes.
         limit_s: An operation that takes longer has stalled.
     """
@@ -355,7 +356,7 @@ class StallWatch:
         return "\n".join(lines) + "\n" + stack
 
     def close(self) -> None:
-        """The thread ends."""
+        """End the thread."""
         self._is_over.set()
         self._thread.join(timeout=2.0)
 

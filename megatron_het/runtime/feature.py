@@ -1,4 +1,4 @@
-"""Protocol of a feature on a rank: what each does there, and when.
+"""Protocol of a feature on a rank: the methods that session and executor call, and when.
 
 The session opens the features of a plan once, in the order of their list, and closes them in the reverse order.
 Session and executor call the methods of :class:`RuntimeFeature` on all of them and know none by name.  The
@@ -34,8 +34,8 @@ Key = tuple[int, int, int]  # (microbatch, slice, chunk) of a compute operation 
 class Call:
     """The arguments of one call of the forward-backward function, as Megatron passes them.
 
-    ``length`` counts the tokens of an activation that this rank holds of a pass of nominal length, ``sequences(m)``
-    the sequences of microbatch m, and ``args`` are Megatron's.  ``batches`` know how long a pass is.
+    ``length`` is the number of this rank's rows ``s`` of an activation, for a pass of nominal length.  ``batches`` has
+    the actual lengths.  ``sequences(m)`` is the number of sequences of microbatch m, and ``args`` are Megatron's.
     """
 
     forward_step_func: Callable[..., Any]
@@ -58,14 +58,14 @@ class Call:
         return self.batches.rows(self.length, op), self.sequences(op.microbatch), self.hidden_size
 
     def rows(self, op: RankOp) -> slice:
-        """Returns what a transfer takes of them."""
+        """Rows ``lo:hi`` of an activation that a transfer sends or receives."""
         return slice(self.batches.rows(op.lo, op), self.batches.rows(op.hi, op))
 
     @contextlib.contextmanager
     def sized(self, microbatch: int) -> Iterator[None]:
-        """Megatron's arguments say how many sequences this microbatch has.
+        """Set Megatron's ``args.micro_batch_size`` to that of this microbatch.
 
-        Scripts allocate what they receive from other TP ranks by it.
+        Scripts allocate the tensors that they receive from other TP ranks by it.
         """
         shown, self.args.micro_batch_size = self.args.micro_batch_size, self.sequences(microbatch)
         try:
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer, known here only by the method that Megatron puts into the configuration."""
+        """Megatron's optimizer; found through its bound method ``grad_scale_func`` in the configuration."""
         return optimizer_of(self.config)
 
 
@@ -96,10 +96,10 @@ class Iteration:
     num_tokens: torch.Tensor | None = None
     forwarded: set[int] = field(default_factory=set)
     no_sync: dict[int, contextlib.ExitStack] = field(default_factory=dict)
-    reported: list[int] = field(default_factory=list)  # the microbatch of each of them
+    reported: list[int] = field(default_factory=list)  # the microbatch of each entry of ``reports``
 
     def note_reports(self, microbatch: int) -> None:
-        """The entries of ``reports`` that are new are those of a pass of this microbatch."""
+        """Record that new entries of ``reports`` belong to this microbatch."""
         self.reported += [microbatch] * (len(self.reports) - len(self.reported))
 
 
@@ -108,15 +108,15 @@ Handler = Callable[[RankOp, Call, Iteration], None]  # executes one operation
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One FORWARD operation; features change it when they are entered around it."""
+    """One FORWARD operation; a feature's ``around_forward`` may change it."""
 
     op: RankOp
     source: torch.Tensor | None  # its input ``[s, b, h]``; None on the first stage
     forward_step_func: Callable[..., Any]  # the training script's forward step
-    data_iterator: Any  # what the script reads from
-    ends_in_loss: bool  # whether the model's output is what the loss is computed from
-    output: torch.Tensor | None = None  # what the model gave; None before it has run
-    number: int | None = None  # of the pass, as layers are told it; None for the microbatch's
+    data_iterator: Any  # the iterator that the script reads
+    ends_in_loss: bool  # whether the loss is computed from the model's output
+    output: torch.Tensor | None = None  # the model's output; None before it has run
+    number: int | None = None  # number of the pass that layers are given; None for the microbatch's number
 
 
 @dataclass(slots=True)
@@ -124,90 +124,90 @@ class BackwardPass:
     """One backward operation of a chunk."""
 
     op: RankOp
-    # gradient of the chunk's output, from a feature; None to take what was received
+    # gradient of the chunk's output, from a feature; None for the received gradient
     gradient: torch.Tensor | None = None
     result: torch.Tensor | None = None  # gradient of its input; None before it is known, and where there is none
 
 
 class RuntimeFeature:
-    """Defines what every feature may do on a rank.  Nothing, by default."""
+    """Base class of the runtime halves of features; its methods do nothing."""
 
     name = ""  # as in the list of features
     roles: tuple[str, ...] = ()  # groups over which its operations run collectives, for messages
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """The operations that this feature executes."""
+        """Handlers of the kinds of operations that this feature executes."""
         return {}
 
     def prepare_config(self, model_config: Any) -> None:
-        """Hang hooks into Megatron's model configuration, before ``pretrain``."""
+        """Install hooks in Megatron's model configuration, before ``pretrain``."""
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         """Change the model chunks (GPTModel), before DDP wraps them: all at once or one after the other."""
 
     def prepare(self, call: Call) -> None:
-        """An iteration is about to begin, and nothing of it has been posted: gradients are not held back yet."""
+        """Called before an iteration: no transfer has been posted, and DDP's reduction is not suppressed yet."""
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """An iteration of training or evaluation begins."""
+        """Called at the start of an iteration of training or evaluation."""
 
     def program(self, call: Call, program: RankProgram) -> RankProgram:
-        """Returns what this rank runs in an iteration that all features have begun; the program of the plan by default.
+        """Returns the program that this rank runs in an iteration, after ``begin`` of all features.
 
-        Another one has the same passes and transfers between them in the same order, and differs in operations of the
-        feature's own.  All ranks choose alike.
+        The default is the plan's program.  Another one has the same passes and transfers in the same order, and
+        differs only in the feature's own operations.  All ranks make the same choice.
         """
         return program
 
     def losses_known(self, call: Call, state: Iteration) -> None:
-        """In training with updates inside the iteration: this rank has counted the tokens of all its losses.
+        """Called in training when the tokens of this rank's losses are counted, if updates run inside the iteration.
 
-        All ranks come to it at one point of one order of all transfers and collectives, before the first update.
+        It is at the same point of the global order of transfers and collectives on all ranks, before the first update.
         """
 
     def around_forward(self, forward: ForwardPass, call: Call) -> Around:
-        """Around a FORWARD: entering may change ``forward``; at the end its output is there."""
+        """Context around a FORWARD: entering may change ``forward``; ``forward.output`` is set at the exit."""
         return contextlib.nullcontext()
 
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Around:
-        """Around a BACKWARD or BACKWARD_INPUT, the waiting for its gradient included."""
+        """Context around a BACKWARD or BACKWARD_INPUT, which includes the wait for its gradient."""
         return contextlib.nullcontext()
 
     def before_part(self, op: RankOp, state: Iteration) -> None:
-        """A part of a layer that stages share (``kinds.PARTS``) is about to run, with the parameters of its chunk."""
+        """Called before a part of a layer that stages share (``kinds.PARTS``), which needs its chunk's parameters."""
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """All operations of the iteration have been issued."""
+        """Called when all operations of the iteration have been issued."""
 
     def weigh_losses(self, call: Call, state: Iteration) -> None:
-        """All features have finished, so ``state.reports`` are complete; change how much each of them counts."""
+        """Change the weights of losses; called after ``finish`` of all features, when ``state.reports`` is complete."""
 
     def before_loading(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """A checkpoint is about to be loaded into Megatron's model chunks and optimizer; None without one."""
+        """Called before a checkpoint is loaded into Megatron's model chunks and optimizer (None without one)."""
 
     def materialise(self) -> None:
-        """Make whatever is due and show whole parameters, until the next iteration starts."""
+        """Apply pending updates and gather all parameters, until the next iteration starts."""
 
     def settle(self) -> None:
-        """Make whatever is due before a checkpoint is taken; parameters need not be whole."""
+        """Apply pending updates before a checkpoint is saved; parameters need not be gathered."""
 
     def copies(self, parameters: Iterable[torch.Tensor]) -> Mapping[torch.Tensor, torch.Tensor]:
-        """Copies in host memory of parameters that are not whole when a checkpoint is written or read.  Collective.
+        """Copies in host memory of parameters that are not gathered when a checkpoint is saved or loaded.  Collective.
 
         Args:
-            parameters: What this rank may write, or reads; all ranks that hold the same parameters ask alike.
+            parameters: Parameters that this rank may save, or loads; the same for all ranks that hold them.
         """
         return {}
 
     def end_when_waited_for(self) -> None:
-        """Take what is under way for unfinished until somebody waits for it, so that memory is the same every time."""
+        """Treat asynchronous work as unfinished until something waits for it, so that memory is reproducible."""
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """For the report after an iteration of training: figures by title."""
+        """Figures by title for the report, after an iteration of training."""
         return {}
 
     def kept(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """Tensors of its own that outlive operations, by what they are for.
+        """The feature's tensors that outlive operations, by purpose.
 
         Keys are ``parameters``, ``gradients``, ``optimizer`` and ``cache``.
         """
@@ -219,7 +219,7 @@ class RuntimeFeature:
 
 @dataclass
 class OpenContext:
-    """Holds what a feature is opened with."""
+    """Objects of the session that a feature may use when it is opened."""
 
     config: HetConfig  # the ``--het-*`` configuration
     placement: Placement
@@ -231,12 +231,12 @@ class OpenContext:
     channels: Channels  # the pipeline's transfers
     programs: Mapping[bool, Program]  # the plan's programs, by whether they only run forwards
     lowered: Mapping[bool, RankProgram]  # this rank's part of them
-    boundaries: BoundaryMap  # what travels between stages
+    boundaries: BoundaryMap  # the pieces of activations that ranks of neighbouring stages exchange
     platform: Platform
-    timeline: Timeline  # is told about waiting
-    batches: Batches = field(default_factory=Batches)  # what forwards read; a feature may put another reader here
+    timeline: Timeline  # records waiting times
+    batches: Batches = field(default_factory=Batches)  # the reader of forwards; a feature may replace it
     options: Any = None  # of the feature that is being opened
-    opened: list[Channels] = field(default_factory=list)  # the transfers of all purposes
+    opened: list[Channels] = field(default_factory=list)  # the channels that features have opened
 
     @property
     def plan(self) -> Plan:
@@ -249,10 +249,10 @@ class OpenContext:
         return self.placement.locate(self.rank).stage == self.placement.last[0]
 
     def new_channels(self, purpose: str, edges: Iterable[Edge], pending_per_edge: int | None) -> Channels:
-        """Transfers of a purpose of their own.  Collective: all ranks open the same purposes in the same order.
+        """Open channels for a feature.  Collective: all ranks open the same purposes in the same order.
 
         Args:
-            purpose: What travels, for messages.
+            purpose: What is transferred, for messages.
             edges: Directed pairs of world ranks; the same for all ranks that they connect.
             pending_per_edge: See :class:`Channels`.
         """
@@ -280,7 +280,7 @@ def open_features(context: OpenContext) -> tuple[RuntimeFeature, ...]:
 
 
 def open_half(spec: Feature, context: OpenContext) -> RuntimeFeature:
-    """The half on a rank of one feature, whatever the plan says.  Collective."""
+    """Open the runtime half of one feature, whether the plan has the feature or not.  Collective."""
     half: RuntimeFeature = importlib.import_module(spec.runtime).open_feature(context)
     half.name = spec.name
     return half

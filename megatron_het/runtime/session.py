@@ -1,7 +1,7 @@
-"""A training session under a plan: everything that depends on the plan, built once and torn down again.
+"""A training session under a plan: it owns everything that depends on the plan.
 
-``open`` creates groups, stage-local state, channels and executor from the plan; ``close`` undoes it
-in the opposite order.  There is no other owner of these objects, so that a session can be replaced
+``open`` creates groups, stage-local state, channels and executor from the plan; ``close`` destroys them
+in the opposite order.  These objects have no other owner, so that a session can be replaced
 by one for another plan.
 """
 
@@ -35,14 +35,14 @@ from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFe
 
 # A closed session leaves nothing in its process: no weights, no optimizer state, no connection.
 #
-# Data-parallel models are kept by a circle that leads through autograd's nodes, where Python's garbage collector does
-# not look: the model holds a parameter, the node of its gradient holds a hook, and the hook holds the model.  With
-# the models stay their buffers, the optimizer, whose shards are views of the parameters, and process groups, whose
-# connections stay open: a rank of a failed session that still waits for this one would not notice that it has gone.
+# Models with DDP form a reference cycle through autograd's nodes, which Python's garbage collector cannot see: the
+# model holds a parameter, the node of its gradient holds a hook, and the hook holds the model.  The cycle keeps alive
+# the buffers, the optimizer (its shards are views of the parameters) and the process groups with their open
+# connections: a rank of a failed session that still waits for this one would not notice that it has left.
 
 
 def let_go(models: Iterable[torch.nn.Module]) -> None:
-    """Cut the circles of models, as Megatron wrapped them, that nobody uses any more."""
+    """Break the reference cycles of models, wrapped by Megatron, that are no longer used."""
     from megatron.core.distributed import DistributedDataParallel
 
     for chunk in models:
@@ -51,17 +51,17 @@ def let_go(models: Iterable[torch.nn.Module]) -> None:
                 # Modules with a cache of their own, such as rotary embeddings, outlive the model, with their hooks.
                 for handle in getattr(module, "remove_forward_pre_hook_handles", {}).values():
                     handle.remove()
-                # No hook of a node can be removed without its handle, and nobody keeps the handles: what the hooks
-                # hold is emptied instead.
+                # A node's hook can only be removed by its handle, and nothing keeps the handles: the object that the
+                # hooks hold is emptied instead.
                 vars(module).clear()
             elif (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-                # Tensors of its last pass lead to layers before it that run again, and so to the model.
+                # Tensors of its last pass refer to earlier layers that are recomputed, and so to the model.
                 vars(dispatcher).clear()
 
 
 _NOTE = "het: "
 _PENDING_SLICES = 4
-_STALLED_SHARE = 0.8  # of the bound on every wait: an operation that takes so long says what it does before it is ended
+_STALLED_SHARE = 0.8  # share of the timeout after which an operation counts as stalled and is reported
 
 
 def check_programs(plan: Plan, args: Any) -> None:
@@ -75,7 +75,7 @@ class HetSession:
 
     Args:
         config: The ``--het-*`` configuration; must be active.
-        rank: This process's rank, to build no more of the programs than it needs; None if not known yet.
+        rank: This process's rank, so that only its part of the programs is built; None if not known yet.
     """
 
     def __init__(self, config: HetConfig, platform: Platform, rank: int | None = None) -> None:
@@ -96,7 +96,7 @@ class HetSession:
         self._finalizer: GradientFinalizer | None = None
         self._models: list[torch.nn.Module] = []
         self._marks_params_norm = config.plan.training.distributed_optimizer
-        self._owed = 0  # sequences that an evaluation asks for, fewer than the batch that its program runs
+        self._owed = 0  # sequences that evaluation has asked for and no program has run yet; less than a batch
         self.is_running = False
         """Whether the schedule runs, as opposed to Megatron's own code."""
         self.report: RunReport | None = None
@@ -113,7 +113,7 @@ class HetSession:
         return tied_copies(self.plan)
 
     def feature(self, name: str) -> Any:
-        """The open feature of a name, None if the plan does not have it; for measurements."""
+        """The open feature with this name, None if the plan does not have it; for measurements."""
         return next((feature for feature in self._features if feature.name == name), None)
 
     def check(self, args: Any) -> None:
@@ -124,7 +124,7 @@ class HetSession:
 
     def open(self, args: Any) -> None:
         """Create everything that depends on the plan.  Collective; ``torch.distributed`` is up."""
-        if self._built_for not in (None, dist.get_rank()):  # another launcher counts ranks in another way
+        if self._built_for not in (None, dist.get_rank()):  # a launcher may number ranks in another way
             self._programs = build(self.plan)
         self._groups = distributed.build_groups(
             self.placement,
@@ -137,7 +137,7 @@ class HetSession:
         self._num_chunks = len(self.plan.stages[where.stage].layers)
         loss_stage, loss_chunk = self.placement.last
         self._has_loss = where.stage == loss_stage
-        # The programs have been validated: in none of them is a cycle of transfers possible.
+        # The programs have been validated: none of them can have a cycle of transfers.
         choice = choose_transport(self.config.transport, dist.get_backend(), self._platform.has_nccl)
         context = self._open_context(args, choice)
         self._features = open_features(context)
@@ -160,7 +160,7 @@ class HetSession:
         )
 
     def _open_context(self, args: Any, choice: Choice) -> OpenContext:
-        """Channels and this rank's programs: what features are opened with."""
+        """Open the channels and lower this rank's programs; returns the context in which features are opened."""
         rank = self.groups.rank
         where = self.placement.locate(rank)
         timeout_s = args.distributed_timeout_minutes * 60
@@ -177,8 +177,8 @@ class HetSession:
             timeout_s,
             rank,
             pending_per_edge=_PENDING_SLICES if slices > 1 else None,
-            # Validated: every rank's list is a projection of one order.  With the context exchange that holds for
-            # the transfers of each direction only; keys and values are waited for inside of passes.
+            # Validated: every rank's list is a projection of one global order.  With the context exchange that is true
+            # only of the transfers in each direction; keys and values are waited for inside passes.
             one_order=not any(program.attention_units for program in programs.values()),
         )
         return OpenContext(
@@ -211,22 +211,22 @@ class HetSession:
         self.report.write()
 
     def materialise_parameters(self) -> None:
-        """Make whatever is due and show whole parameters, until the next iteration starts."""
+        """Apply pending updates and gather all parameters, until the next iteration starts."""
         for feature in self._features:
             feature.materialise()
 
     def before_loading(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """A checkpoint is about to be loaded into Megatron's model and optimizer; see :class:`RuntimeFeature`."""
+        """Called before a checkpoint is loaded into Megatron's model and optimizer; see :class:`RuntimeFeature`."""
         for feature in self._features:
             feature.before_loading(models, optimizer)
 
     def settle(self) -> None:
-        """Make whatever is due before a checkpoint is taken."""
+        """Apply pending updates before a checkpoint is saved."""
         for feature in self._features:
             feature.settle()
 
     def copies(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Copies in host memory of those parameters that are not whole; see :class:`RuntimeFeature`."""
+        """Copies in host memory of those parameters that are not gathered; see :class:`RuntimeFeature`."""
         return {tensor: copy for f in self._features for tensor, copy in f.copies(parameters).items()}
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class HetSession:
     # -- what Megatron gets --------------------------------------------------------------------
 
     def prepare_model_config(self, model_config: Any) -> None:
-        """Hang this session into Megatron's model configuration (public hooks).
+        """Connect this session to Megatron's model configuration through public hooks.
 
         Args:
             model_config: ``GPTModelConfig`` or ``HybridModelConfig`` with its transformer configuration.
@@ -269,7 +269,7 @@ class HetSession:
             model_config.transformer.bias_dropout_fusion = False
         positions = self.placement.positions(self.placement.locate(self.groups.rank).stage)
         model_config.pre_wrap_hooks.append(self._prepare_model)
-        # Before wrapping, weights without a device of their own in Megatron are still on the CPU.
+        # Before wrapping, weights that Megatron does not place on a device are still on the CPU.
         model_config.post_wrap_hooks.append(self._finalizer.copy_initial_weights)
         model_config.post_wrap_hooks.append(self._remember)
         if family.needs_builder(self.plan.most_chunks):
@@ -322,7 +322,7 @@ class HetSession:
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         rounds, training = 1, self.plan.training
-        if forward_only:  # sequences are asked for (``apply_plan``), and the program runs a whole batch
+        if forward_only:  # Megatron counts single sequences (``apply_plan``), and the program runs a whole batch
             rounds, self._owed = divmod(self._owed + num_microbatches, training.global_batch_size)
         as_planned = forward_only or num_microbatches * training.reading_unit == training.global_batch_size
         if not forward_only and self._marks_params_norm:
@@ -354,7 +354,7 @@ class HetSession:
         return reports
 
     def _run(self, call: Call, measured: Measurement, force_all_reduce: bool) -> list[Any]:
-        """The program, then what is summed over ranks; returns loss entries where Megatron wants them."""
+        """Run the program, then sum gradients and losses over ranks; returns loss entries where Megatron wants them."""
         executor = self._executor
         assert executor is not None and self.report is not None
         roles = ("tp", *(role for feature in self._features for role in feature.roles))
@@ -398,7 +398,7 @@ class HetSession:
 
     @contextlib.contextmanager
     def _divided(self, config: Any) -> Iterator[None]:
-        """Divide losses where Megatron scales them; ``optimizer_of`` knows the optimizer by the method that does."""
+        """Divide losses in Megatron's ``grad_scale_func``; keeps its ``__self__``, by which ``optimizer_of`` works."""
         original, divisor = config.grad_scale_func, self.plan.loss_divisor
         if divisor == 1 or original is None:
             yield
@@ -417,11 +417,11 @@ class HetSession:
 
     @contextlib.contextmanager
     def explained(self, operation: Callable[[], str], *roles: str) -> Iterator[None]:
-        """Add to a failed collective, which names an address at best, what ran and with whom.
+        """Add the operation and the peers to the error of a failed collective, which names an address at best.
 
         Args:
-            operation: Called on failure; what was going on.
-            roles: Groups that collectives inside go over, as far as there are such; none for all ranks.
+            operation: Called on failure; returns a description of the operation.
+            roles: Groups of the collectives inside the block, those that exist; none for all ranks.
         """
         try:
             yield
@@ -432,7 +432,7 @@ class HetSession:
                 ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
                 peers = "all ranks" if not roles else ", ".join(f"rank {rank}" for rank in sorted(ranks - {me}))
                 note = f"{_NOTE}rank {me}: {operation()} failed"
-                # What others have to do with: not an error of its own, as of memory, nor of a rank without peers.
+                # Errors of communication only: not a rank's own error, as of memory, nor that of a rank without peers.
                 if peers and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
                     note += f"; in collectives it works with {peers}. If one of them has stopped, its log says why"
                 error.add_note(note)

@@ -21,14 +21,14 @@ from megatron_het.runtime.session import HetSession
 if TYPE_CHECKING:
     from megatron_het.checkpoint.choice import ChecksumWriter
 
-# How ranks end: finding out who has stopped when a transfer or a collective fails, and leaving after a good end.
+# How ranks end: finding the ranks that have stopped when a transfer or a collective fails, and leaving after success.
 #
 # A failed collective names an address at best, and mostly that of a neighbour which left because of its own
-# neighbour.  So the first rank that fails calls the roll over the store that the ranks met at: a thread on every
-# rank answers, whatever its rank waits for at that moment.  Who has died, was stopped or is cut off does not
+# neighbour.  So the first rank that fails calls the roll over the rendezvous store: a thread on every
+# rank answers, whatever its rank waits for at that moment.  A rank that has died, was stopped or is cut off does not
 # answer and is named on all ranks.
 #
-# A rank that leaves after its last iteration has written what it has logged, and no peer loses a connection.
+# A rank that leaves after its last iteration has flushed its logs, and no peer loses a connection.
 
 
 _CALLED, _ENDED = "called", "ended"
@@ -52,9 +52,9 @@ class RollCall:
         self._thread.start()
 
     def verdict(self) -> str:
-        """Who does not answer, in words for a message; bounded by twice ``answer_s``.
+        """The ranks that do not answer, as text for a message; bounded by twice ``answer_s``.
 
-        Call it when something failed.  Only the first caller asks; the others get what it found.
+        Call it after a failure.  Only the first caller asks; the others get its result.
         """
         deadline_s = time.monotonic() + 2 * self._answer_s
         try:
@@ -71,7 +71,7 @@ class RollCall:
         return self._verdict or "nobody could find out who has stopped"
 
     def close(self) -> None:
-        """The thread ends; the store may have gone by then.  Further calls do nothing."""
+        """End the thread; the store may no longer exist by then.  Further calls do nothing."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(RuntimeError):
@@ -89,7 +89,7 @@ class RollCall:
             self._store.set(self._key(rank), _CALLED)
         silent, is_over = set(others), False
         while silent and not is_over:
-            is_over = time.monotonic() > deadline_s  # looks once more after it, for what came meanwhile
+            is_over = time.monotonic() > deadline_s  # one more check after it, for answers that came meanwhile
             silent = {rank for rank in silent if not self._store.check([f"het/here/{rank}"])}
             time.sleep(_POLL_S)
         names = ", ".join(f"rank {rank}" for rank in sorted(silent))
@@ -100,7 +100,7 @@ class RollCall:
         self._store.set("het/verdict", verdict)
         self._verdict = verdict
         self._store.set(self._key(self._rank), _ENDED)
-        # The store lives as long as rank 0: everybody gets the time to read what was found.
+        # The store lives as long as rank 0: all ranks get the time to read the result.
         time.sleep(10 * _POLL_S)
 
     def _answer(self) -> None:
@@ -114,10 +114,10 @@ class RollCall:
 
 
 def flush_logs() -> None:
-    """Write what Megatron's TensorBoard writer still holds.
+    """Flush the queue of Megatron's TensorBoard writer.
 
-    Its thread ends with the process, whatever waits in its queue, and the events since its last write, two minutes
-    ago at most, are lost with it.
+    Its thread ends with the process.  Without a flush the events since its last write, up to two minutes ago, are
+    lost.
     """
     module = sys.modules.get("megatron.training.global_vars")
     writer = module._GLOBAL_TENSORBOARD_WRITER if module is not None else None
@@ -127,10 +127,10 @@ def flush_logs() -> None:
 
 @contextlib.contextmanager
 def leaving_together(over_gloo: bool) -> Iterator[None]:
-    """Around a training without a plan: after a good end, ranks that compute on CPUs leave with no group left.
+    """Around a training without a plan over gloo: after success, destroy all groups before the ranks exit.
 
     Gloo's threads abort a process that still has a connection to a peer that has ended.  NCCL has no such threads,
-    and Megatron's own end is kept there.  The wait for the other ranks ends with ``--distributed-timeout-minutes``.
+    so there Megatron's own end is kept.  The wait for the other ranks ends with ``--distributed-timeout-minutes``.
 
     Args:
         over_gloo: Whether the groups of this process are gloo's.
@@ -152,29 +152,29 @@ def _leave(over_gloo: bool) -> None:
         dist.destroy_process_group()
 
 
-# What may happen between two iterations of a session; elastic training is what does something there.
+# Hooks between two iterations of a session; elastic training implements them.
 
 
 class Boundary:
-    """Called by a run with a plan at the places where the plan may change.  This one does nothing."""
+    """Hooks that a run with a plan calls where the plan may change; this base class does nothing."""
 
     restores = False  # whether ``load`` is to be called where no checkpoint is to be loaded
     store: Any = None  # where the ranks meet; None for where ``torch.distributed`` finds it by itself
-    # whether the process goes on after a session, however it ended; then somebody else finds out who has stopped
+    # whether the process goes on after a session, however it ended; then it makes no roll call at a failure
     outlives_sessions = False
-    plans: tuple[Plan, ...] = ()  # of the whole job, where several take turns
+    plans: tuple[Plan, ...] = ()  # all plans of a job that alternates between plans
 
     def prepare(self, args: Any) -> None:
-        """Megatron's arguments are parsed and not validated yet."""
+        """Called when Megatron's arguments are parsed and not validated yet."""
 
     def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """The datasets provider to call in place of the script's."""
+        """Returns the datasets provider to call in place of the script's."""
         return provider
 
     def load(
         self, session: Any, args: Any, models: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any
     ) -> tuple[int, float] | None:
-        """Model and optimizer have been built.
+        """Load a state into the model and the optimizer, which have just been built.
 
         Returns:
             Iterations done and floating-point operations so far, where a state was put into them; None for Megatron's
@@ -183,18 +183,18 @@ class Boundary:
         return None
 
     def failed(self, session: Any) -> None:
-        """The session ends with an error, and is still open."""
+        """Called when the session ends with an error, while it is still open."""
 
     def saves(self) -> None:
-        """A checkpoint is about to be written, at the end of an iteration."""
+        """Called before a checkpoint is written, at the end of an iteration."""
 
     def reached(self, session: Any, iteration: int) -> None:
-        """An iteration of training is about to begin, and nothing of it has been done."""
+        """Called before each iteration of training."""
 
 
 def complete_model_config(model_config: Any, args: Any) -> None:
-    """Give a ``GPTModelConfig`` what it does not take over from Megatron's arguments."""
-    # gpt_config_from_args leaves it at 8, whatever the flag says.
+    """Set the fields of a ``GPTModelConfig`` that Megatron does not take from its arguments."""
+    # gpt_config_from_args ignores the flag and leaves the field at 8.
     model_config.rope_scaling_factor = args.rope_scaling_factor
     # Delayed scaling in fp8 reduces the largest values after every pass.  TP ranks of a replica run the same passes;
     # replicas of a plan do not, and would wait for each other.
@@ -202,7 +202,7 @@ def complete_model_config(model_config: Any, args: Any) -> None:
 
 
 class PretrainHook:
-    """Builds the replacements of the functions that a session serves.
+    """Builds the replacements for the functions of Megatron that run under a session.
 
     Args:
         session: The session to open when training starts.
@@ -284,14 +284,14 @@ class PretrainHook:
         return result
 
     def _abandon(self) -> None:
-        """The session ends here, and the process goes on: what was measured is kept, and all connections are closed."""
+        """End the session of a process that goes on: keep the measurements, and close all connections."""
         with contextlib.suppress(RuntimeError, OSError):
             self._session.finish_report()
         with contextlib.suppress(RuntimeError):
             self._session.close()
 
     def _add_verdict(self, error: RuntimeError, rank: int) -> None:
-        """Add to an error who does not answer any more."""
+        """Add the ranks that no longer answer to an error."""
         if self._roll_call is None:
             return
         error.add_note(f"het: rank {rank}: {self._roll_call.verdict()}")
@@ -344,7 +344,7 @@ class PretrainHook:
         return self._session.forward_backward(*positional, **keywords)
 
     def wrap_load(self, original: Callable[..., tuple[int, float]]) -> Callable[..., tuple[int, float]]:
-        """``load_checkpoint``; where the boundary has a state to put into the new model, that is it."""
+        """``load_checkpoint``, replaced by the boundary's ``load`` where that has a state for the new model."""
 
         @functools.wraps(original)
         def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
@@ -357,7 +357,7 @@ class PretrainHook:
         return load_checkpoint
 
     def _note_save(self, args: Any, iteration: int | None) -> None:
-        """A checkpoint of an iteration is about to be written."""
+        """Called before a checkpoint of an iteration is written."""
         if iteration is None:
             return
         from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
@@ -389,7 +389,7 @@ class PretrainHook:
 
 
 def single_iterations(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Megatron's log, whose second line is not a mean with the first one where every iteration is logged."""
+    """Megatron's ``training_log``, changed so that the second logged loss does not include the first iteration."""
 
     @functools.wraps(original)
     def training_log(
@@ -407,12 +407,12 @@ def single_iterations(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def sum_indexer_losses(layers: int, *, counts: bool) -> None:
-    """Let the loss of sparse attention's indexers in Megatron's log be that of one process.
+    """Make the logged loss of sparse attention's indexers equal to that of a single process.
 
-    Megatron sums it over a pipeline group, which a plan has not, and takes the mean of replicas.
+    Megatron sums it over a pipeline group, which a plan does not have, and takes the mean of replicas.
 
     Args:
-        counts: Whether what this rank records is none that another rank of its TP group records too.
+        counts: Whether this rank's record counts; False where another rank of its TP group records the same.
     """
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper as Log
 
@@ -439,7 +439,7 @@ def _get_args() -> Any:
 
 
 def _add_failed_write(error: BaseException) -> None:
-    """Say of a checkpoint that failed what could not be written; upstream says that something failed."""
+    """Add the failed write to the error of a checkpoint; upstream only says that something failed."""
     elsewhere = "what wrote it, on this rank or another, says why" if isinstance(error, CheckpointException) else ""
     if failed := torch_checkpoints.failed_write() or elsewhere:
         error.add_note(f"het: the checkpoint is not complete: {failed}. Free space there, or give another --save")
