@@ -289,7 +289,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
     "clip": (1.0, 0.05),
     "by_samples": (False, True),
     "transport": ("gloo", "staged"),
-    # More values here would change what every recorded seed draws: optimizer_cases.py draws those that are left out.
+    # More values here would change the case of every recorded seed: feature_cases.py draws those that are left out.
     "family": tuple(name for name in FAMILIES if name != "layernorm-1p"),
     "flags": tuple(name for name in MORE_FLAGS if name not in OF_MATRICES),
 }

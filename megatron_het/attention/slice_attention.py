@@ -40,7 +40,7 @@ from megatron_het.schedule.cutting import Span, rows_that_see
 
 # A slice whose queries reach the start of their document only, or no further than a sliding window.
 #
-# The calls are one per block (``reach.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-right
+# The calls are one per block (``calls.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-right
 # needs one per document: over the slice's own keys and all before them that are reached, in one piece.
 #
 # The cache holds those of a slice's keys and values that later slices read.  The others are saved as an activation is:
@@ -48,7 +48,7 @@ from megatron_het.schedule.cutting import Span, rows_that_see
 #
 # With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
 # (``features/context_parallel/runtime.py``), as far as they reach them.  With the context exchange other devices
-# attend to some of the earlier keys (``layer_exchange.py``); they know what is reached as well.
+# attend to some of the earlier keys (``context_exchange/exchange.py``); they know what is reached as well.
 
 _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]
 

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: generators, passes, validator, simulator, pictures.  Never imports torch.
 
-Open ``ir.py`` first: operations and programs; then ``kinds.py``, one row for everything that is known of a kind of
+Read ``ir.py`` first: operations and programs; then ``kinds.py``, a table with one row of properties per kind of
 operation.  ``generators/`` decide the order of compute, ``transfers.py`` adds sends and receives, ``validate.py`` finds
-what is wrong, and ``simulate.py`` says when everything happens.
+errors of a program, and ``simulate.py`` computes when every operation runs.
 """
 
 from megatron_het.schedule.cost import Costs, Link, Memory

@@ -1,4 +1,4 @@
-"""A program as a graph of integers: which operation waits for which.
+"""A program as a graph of integers: the operations that each operation waits for.
 
 Operations are numbered device after device, in program order.  The graph is built once per program and
 shared by the passes, the validator and the simulator.
@@ -41,7 +41,7 @@ def describe(program: Program, device: int, position: int) -> str:
 
 
 class Graph:
-    """Flattened operations and what each waits for, apart from the order of its own device."""
+    """All operations in one list, and the dependencies of each beyond the order of its own device."""
 
     __slots__ = (
         "_open",
@@ -63,11 +63,11 @@ class Graph:
         """Builds the graph.
 
         Args:
-            open_sends: the program is one whose receives are still to be added: sends have no other end,
-                and values pass between devices without one.
+            open_sends: receives are still to be added to the program: sends have no other end,
+                and values reach other devices without a transfer.
 
         Raises:
-            ScheduleError: an operation is there twice.
+            ScheduleError: an operation occurs twice.
         """
         self.program = program
         self._open = open_sends
@@ -82,9 +82,9 @@ class Graph:
             self.first.append(len(self.ops))
             self.device += [d] * len(ops)
         self.index: list[dict[tuple[int, ...], int]] = []
-        # (operation, need) for needs that nothing in the program produces or delivers
+        # (operation, need) for needs that no operation of the program produces or delivers
         self.missing: list[tuple[int, deps.Need | None]] = []
-        self.unfit: list[deps.Unfit] = []  # what does not fit what a device holds then (``deps.Lifetimes``)
+        self.unfit: list[deps.Unfit] = []  # operations that do not match what their device holds (``deps.Lifetimes``)
         # ``other_end[i]`` is the operation at the other end of a transfer, -1 for others
         self.other_end = [-1] * len(self.ops)
         deliveries = self._index()
@@ -97,7 +97,7 @@ class Graph:
         return device, node - self.first[device]
 
     def _index(self) -> list[dict[tuple[object, ...], int]] | None:
-        """Finds producers; pairs transfers.  Returns who delivers what to each device, None without transfers."""
+        """Find producers and pair transfers; returns for each device the receive per value, None without transfers."""
         deliveries: list[dict[tuple[object, ...], int]] = []
         sends: dict[tuple[int, ...], int] = {}  # by their receives, as device and operation
         receives: list[int] = []
@@ -139,7 +139,7 @@ class Graph:
         return deliveries if receives or unpaired else None
 
     def _edges(self, deliveries: list[dict[tuple[object, ...], int]] | None) -> list[Sequence[int]]:
-        """Returns what every operation waits for: values and what its device holds (``deps.py``)."""
+        """Returns the operations that each operation waits for, by values and by lifetimes (``deps.py``)."""
         waits: list[Sequence[int]] = []
         kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
         stateful = deps.Lifetimes.matter(kinds)
@@ -154,7 +154,7 @@ class Graph:
                 maker = None if own is None else made.get((own, microbatch, piece, chunk))
                 if is_receive:
                     found = [other_end[i]] if other_end[i] >= 0 else []
-                elif maker is not None:  # a short cut: no dependency but this one
+                elif maker is not None:  # a short cut: this is the only dependency
                     found = [maker]
                 else:
                     found = []
@@ -190,7 +190,7 @@ class Graph:
         return []
 
     def teams(self) -> list[list[int]]:
-        """The collectives that several replicas of a stage take part in: what each of them does.
+        """The collectives over several replicas of a stage, each as the list of its operations.
 
         Raises:
             ScheduleError: not all replicas of a stage take part in one of its collectives.
@@ -214,7 +214,7 @@ class Graph:
         return list(teams.values())
 
     def together(self) -> list[Sequence[int]]:
-        """:attr:`waits` where who waits for a collective waits for all replicas to come to it; raises ScheduleError."""
+        """:attr:`waits` with a wait for a collective replaced by waits for all its members; raises ScheduleError."""
         members = {i: team for team in self.teams() for i in team}
         if not members:
             return self.waits
@@ -222,7 +222,7 @@ class Graph:
         return [waits if members.keys().isdisjoint(waits) else joined(waits) for waits in self.waits]
 
     def unmet(self, node: int, need: deps.Need | None) -> str:
-        """A missing need in words."""
+        """Describe a need that is not met."""
         op, (device, position) = self.ops[node], self.where(node)
         place = describe(self.program, device, position)
         if need is None:
@@ -235,7 +235,7 @@ class Graph:
         return f"{place}: {what} is never produced"
 
     def check_complete(self) -> None:
-        """Raises ScheduleError when something that an operation needs is not in the program at all."""
+        """Raises ScheduleError if a value that an operation needs is not in the program at all."""
         if self.missing:
             more = f" (and {len(self.missing) - 1} more)" if len(self.missing) > 1 else ""
             raise ScheduleError(self.unmet(*self.missing[0]) + more)
@@ -300,17 +300,17 @@ def _stuck_message(graph: Graph, stuck: list[int], position: list[int], end: lis
     return "\n".join(lines)
 
 
-# Operations in which devices meet: the parts of a split vocabulary, where all devices of a microbatch do, and the
-# passes of replicas that share experts, which send each other tokens in every layer.
+# Meetings: operations that several devices run together.  These are the parts of a split vocabulary, run by all devices
+# of a microbatch, and the passes of replicas that share experts, which exchange tokens in every layer.
 #
-# A part sends messages to another stage and waits for messages of that stage, all inside one operation
-# (``features/vocab_parallel/runtime.py``, ``embedding.py`` beside it).  NCCL runs the messages of two ranks one
+# A part of a split layer sends messages to another stage and waits for messages of that stage, all inside one operation
+# (``runtime.py`` and ``layers.py`` in ``features/vocab_parallel``).  NCCL runs the messages of two ranks one
 # after the other, and with one hardware queue per device everything that is launched behind them waits too.  So a part
 # neither begins nor ends alone: the parts of one slice, on all devices that its microbatch visits, are one event.
 #
-# As long as that holds in the order in which transfers are placed (``transfers.py``), all lists are projections
-# of one total order in which a meeting is one point, and the first event of that order that has not happened can always
-# happen.  The validator looks for what breaks this.
+# If the order in which transfers are placed (``transfers.py``) respects that, all lists are projections
+# of one total order in which a meeting is one point.  Then the first event of that order that has not happened can
+# always happen.  The validator reports programs that break this.
 
 
 def meetings(graph: Graph) -> list[list[int]]:
@@ -333,7 +333,7 @@ def passes_together(graph: Graph) -> list[list[int]]:
     """The passes that replicas run together because they share experts.
 
     Raises:
-        ScheduleError: they run different ones.
+        ScheduleError: the replicas run different passes.
     """
     found: list[list[int]] = []
     for devices in graph.program.shape.companions:
@@ -352,7 +352,7 @@ def passes_together(graph: Graph) -> list[list[int]]:
 
 
 def waits_to_meet(graph: Graph, found: Sequence[Sequence[int]] | None = None) -> list[Sequence[int]]:
-    """``graph.waits`` where a meeting, of those found or of all, begins when all devices have come to it."""
+    """``graph.waits`` where a meeting (of ``found``, or of all) begins only when all its devices have reached it."""
     waits = list(graph.waits)
     for nodes in meetings(graph) if found is None else found:
         before = [node - 1 for node in nodes if node > graph.first[graph.device[node]]]
@@ -362,7 +362,7 @@ def waits_to_meet(graph: Graph, found: Sequence[Sequence[int]] | None = None) ->
 
 
 def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
-    """``waits_to_meet`` where nobody goes on before all have met."""
+    """``waits_to_meet`` where no device continues before all devices of its meeting have reached it."""
     found = meetings(graph)
     waits = waits_to_meet(graph, found)
     for nodes in found:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_het.safe_io import MAX_DEVICES, MAX_PASSES, shown
 from megatron_het.schedule.kinds import COMPUTE, RECEIVES, WORD_PARTS, Kind, Role
-from megatron_het.schedule.kinds import SENDS as SENDS  # who works with programs finds all of these here
+from megatron_het.schedule.kinds import SENDS as SENDS  # re-exported for users of programs
 from megatron_het.schedule.kinds import TRANSFERS as TRANSFERS
 
 # In which order a microbatch visits the chunks of the stages.
@@ -33,7 +33,7 @@ Place = tuple[int, int]  # (stage, chunk)
 
 
 def placement_of(schedule: str) -> str:
-    """The placement of a schedule's chunks; ``loop`` for a schedule that nobody knows."""
+    """The placement of a schedule's chunks; ``loop`` for an unknown schedule."""
     return "v" if schedule in V_SHAPED else "loop"
 
 
@@ -41,7 +41,7 @@ def path_of(chunks: Sequence[int], placement: str) -> tuple[Place, ...]:
     """(stage, chunk) in the order in which a microbatch visits them.
 
     Args:
-        chunks: How many each stage has.
+        chunks: Number of chunks of each stage.
         placement: ``"loop"``: chunk 0 of all stages, then chunk 1 of all stages that have one, ...; ``"v"``: the
             same with every other sweep going backwards (ZB-V, V-Half).
     """
@@ -70,18 +70,18 @@ class Op(NamedTuple):
     """
 
     kind: Kind  # what is done
-    microbatch: int = -1  # global index of the microbatch, -1 where it means nothing
+    microbatch: int = -1  # global index of the microbatch, -1 where the operation has none
     slice: int = 0  # index of the slice of the sequence (0 in schedules without slices)
     chunk: int = 0  # index of the model chunk on this device
     peer: int = -1  # index of the other device, -1 where there is none
     peer_chunk: int = -1  # chunk on the peer, -1 where there is none
     # start, stop: half-open range of layers within the chunk (parameter operations) or of exchange units of the
-    # sequence (attention exchange); -1 where it means nothing
+    # sequence (attention exchange); -1 where the operation has none
     start: int = -1
     stop: int = -1
 
     def partner(self, device: int) -> tuple[int, "Op"]:
-        """The other end of this transfer, which sits on ``device``: (its device, its operation)."""
+        """The other end of this transfer as (device, operation); this end is on ``device``."""
         other_end = self.kind.other_end
         assert other_end is not None  # of a transfer
         return self.peer, self._replace(kind=other_end, chunk=self.peer_chunk, peer=device, peer_chunk=self.chunk)
@@ -97,10 +97,10 @@ class Op(NamedTuple):
 
 
 def inserted(ops: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]) -> tuple[Op, ...]:
-    """A device's list with operations put before and after those at these positions."""
+    """A device's list with operations inserted before and after the given positions."""
     out: list[Op] = []
     at = 0
-    for i in sorted(before.keys() | after.keys()):  # few of all: the rest is copied in runs
+    for i in sorted(before.keys() | after.keys()):  # the operations in between are copied in runs
         out += (*ops[at:i], *before.get(i, ()), ops[i], *after.get(i, ()))
         at = i + 1
     return (*out, *ops[at:])
@@ -122,7 +122,7 @@ class Device(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _shares_of(row: tuple[int, ...], replicas: int) -> tuple[tuple[int, ...], ...]:
-    """The microbatches of each replica of a stage; stages, and the plans of a search, often divide them alike."""
+    """The microbatches of each replica of a stage; cached, because stages and plans often divide them equally."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     for microbatch, replica in enumerate(row):
         shares[replica].append(microbatch)
@@ -131,7 +131,7 @@ def _shares_of(row: tuple[int, ...], replicas: int) -> tuple[tuple[int, ...], ..
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything a schedule is a function of.
+    """The inputs of a schedule generator: layers, routing, replicas and slices.
 
     Attributes:
         layers: ``layers[stage][chunk]``, the number of transformer layers.
@@ -264,7 +264,7 @@ class Shape:
         return self.first_device[stage] + self.route[stage][microbatch]
 
     def pipelines(self) -> list[tuple[int, ...]] | None:
-        """Devices by stage of each pipeline with microbatches, when each microbatch stays in one; else None."""
+        """The devices of each separate pipeline, by stage; None if a microbatch crosses between pipelines."""
         if any(row != self.route[0] for row in self.route):
             return None
         return [tuple(first + r for first in self.first_device) for r in sorted(set(self.route[0]))]
@@ -286,15 +286,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Holds what every device does in one iteration."""
+    """The operations of every device in one iteration."""
 
     name: str  # name of the schedule
-    shape: Shape  # what it was generated for
+    shape: Shape  # the shape it was generated for
     ops: tuple[tuple[Op, ...], ...]  # one tuple of operations per device
     forward_only: bool = False  # an evaluation program: no backward operation is expected
     splits_output: bool = False  # the output layer is split over the devices of a microbatch (VOCAB_* operations)
     attention_units: int = 0  # units per slice in which attention moves between devices, 0 where none does
-    kinds: Set[Kind] = field(init=False, repr=False, compare=False)  # of its operations
+    kinds: Set[Kind] = field(init=False, repr=False, compare=False)  # the kinds of its operations
 
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.shape.devices):
@@ -308,7 +308,7 @@ class Program:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether transfers were added; keys and values to send are there before, but their receives are not."""
+        """Whether transfers were added (sends of keys and values exist before that, their receives do not)."""
         return any(kind.role is Role.TRANSFER or kind in RECEIVES for kind in self.kinds)
 
     @property
@@ -358,7 +358,7 @@ vocabulary: {splits_output}
 exchange_units: {attention_units}
 """
 TEXT_FIELDS = tuple(line.partition(":")[0] for line in _TEMPLATE.splitlines())
-"""What a program's text begins with, one line each."""
+"""The fields at the beginning of a program's text, one line each."""
 SIZES_FIELD = "sizes"  # the field that only a program with unequal microbatches has
 COMPANIONS_FIELD = "companions"  # the field that only a program with replicas that share experts has
 
@@ -371,7 +371,7 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 #
 # A file has one ``key: value`` line per field of the program and one ``device STAGE.REPLICA: OP OP ...``
 # line per device.  An operation is its mnemonic and ``microbatch.slice.chunk``, then for transfers
-# ``>peer.peer_chunk``, then for a range ``[start:stop]``; ``_`` stands for "means nothing" (-1)::
+# ``>peer.peer_chunk``, then for a range ``[start:stop]``; ``_`` stands for an unused field (-1)::
 #
 #     program: 1f1b
 #     layers: 2 | 2
@@ -385,7 +385,7 @@ def _rows(table: tuple[tuple[int, ...], ...]) -> str:
 #     sizes: 4 2
 #     device 0.0: F0.0.0 SF0.0.0>1.0 F1.0.0 ...
 #
-# The field ``sizes`` is there where microbatches differ in size.  Empty lines and lines that begin with
+# The field ``sizes`` is present only if microbatches differ in size.  Empty lines and lines that begin with
 # ``#`` are ignored.
 
 _NUMBER = r"([0-9]{1,9}|_)"
@@ -397,7 +397,7 @@ _TABLE = re.compile(r"[0-9]{1,9}( +[0-9]{1,9})*( *\| *[0-9]{1,9}( +[0-9]{1,9})*)
 
 
 class ScheduleSyntaxError(ValueError):
-    """Text that is not a program; the message starts with line and column (both from 1)."""
+    """The text is not a valid program; the message starts with line and column (both from 1)."""
 
     def __init__(self, line: int, column: int, message: str) -> None:
         super().__init__(f"line {line}, column {column}: {message}")
@@ -405,7 +405,7 @@ class ScheduleSyntaxError(ValueError):
 
 
 def parse_op(text: str, line: int = 1, column: int = 1) -> Op:
-    """The operation whose text this is; raises ScheduleSyntaxError if the text is not exactly one operation."""
+    """Parse one operation; raises ScheduleSyntaxError if the text is not exactly one operation."""
     match = _OP.fullmatch(text)
     if match is None:
         raise ScheduleSyntaxError(line, column, f"{shown(text)} is not an operation (like F0.0.0 or SF0.0.0>1.0)")
@@ -514,7 +514,7 @@ class _Reader:
 
 
 def loads(text: str) -> Program:
-    """The program that :func:`dumps` wrote.
+    """Parse the text of a program as :func:`dumps` writes it.
 
     Raises:
         ScheduleSyntaxError: with line and column.

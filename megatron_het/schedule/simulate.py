@@ -1,9 +1,9 @@
-"""Event-driven simulation of a program: when everything happens, on several streams per device.
+"""Event-driven simulation of a program: start and end of every operation, on several streams per device.
 
 Streams of a device: compute, collective, host-to-device, device-to-host; transfers have one queue per
 directed pair of devices (the executor's channels), and share the resources that their links name.  Every
-queue works in program order; an operation starts when its queue is free and everything that it waits for
-is done.
+queue works in program order; an operation starts when its queue is free and all its dependencies
+are done.
 """
 
 import heapq
@@ -29,18 +29,18 @@ class Bubble:
     # has done its last forward), and after the device's last operation
     warmup_s: float = 0.0
     imbalance_s: float = 0.0  # waiting for a slower device in between
-    communication_s: float = 0.0  # waiting for data that was under way
+    communication_s: float = 0.0  # waiting for data in transfer
     gather_s: float = 0.0  # waiting for parameters, activations or gradients to be moved or reduced
     tail_s: float = 0.0  # time after the last operation that is not idle but not overlapped either (``Costs.tail_s``)
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum over all causes."""
         return self.warmup_s + self.imbalance_s + self.communication_s + self.gather_s + self.tail_s
 
 
 _GATHER = where(lambda kind: kind.stream not in (Stream.COMPUTE, Stream.SEND, Stream.RECEIVE))
-"""Kinds that move parameters, gradients or activations, or add them up."""
+"""Kinds that move parameters, gradients or activations, or reduce them."""
 
 
 def _steady_window(timeline: Timeline, queues: Sequence[Sequence[int]]) -> tuple[float, float]:
@@ -85,9 +85,9 @@ def _device_bubble(timeline: Timeline, queue: Sequence[int], full: float, drain:
 
 
 def _ready(timeline: Timeline, node: int) -> float:
-    """When the data of a transfer or copy was there: the end of the compute that it waited for.
+    """When the data of a transfer or copy was ready: the end of the compute that produced it.
 
-    Following the causes through other transfers counts the time in a queue as communication.
+    The causes are followed through other transfers, so that time in a queue counts as communication.
     """
     ops, cause = timeline.graph.ops, timeline.cause
     while node >= 0 and (ops[node].kind in RECEIVES or ops[node].kind in _GATHER):
@@ -99,7 +99,7 @@ def _ready(timeline: Timeline, node: int) -> float:
 
 
 class Result(Timeline):
-    """A timeline with the causes of idle time and the memory, worked out when they are first asked for."""
+    """A timeline with the causes of idle time and the memory, both computed lazily."""
 
     @cached_property
     def bubble(self) -> tuple[Bubble, ...]:
@@ -149,11 +149,11 @@ def simulate(program: Program, costs: Costs, graph: Graph | None = None) -> Resu
 
 
 class _Engine:
-    """Queues of operations that work in order; see the module's text.
+    """Queues of operations that work in order; see the module's docstring.
 
-    The receive stands for the whole transfer: it waits for what its send waits for.  Where links share
-    resources, transfers are served first come, first served: those whose data is there are kept in a heap and
-    the earliest starts when nothing else can move, for whatever becomes ready later starts later.
+    The receive stands for the whole transfer: it has the dependencies of its send.  Where links share
+    resources, transfers are served first come, first served.  Transfers whose data is ready are kept in a heap.
+    The earliest starts when nothing else can move, because any that become ready later also start later.
     """
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
@@ -226,7 +226,7 @@ class _Engine:
             self.queues.append(queue)
 
     def _posting(self) -> dict[int, float]:
-        """How long after the computation before it a transfer is posted: the host is busy with those before it."""
+        """Delay between a computation and the posting of each transfer after it: the host posts one at a time."""
         device_of, each, last = self.graph.device, self.costs.post_s, -1
         posted: dict[int, float] = {}
         for i, op in enumerate(self.graph.ops):
@@ -292,7 +292,7 @@ class _Engine:
         self.position[q], self.free[q], self.newest[q] = at, now, last
 
     def _meet(self, q: int, i: int, begin: float, why: int) -> None:
-        """The head of a queue could start but for shared links or the other members of a collective."""
+        """Handle the head of a queue that waits only for shared links or the other members of a collective."""
         if i in self.offered:
             return
         self.offered.add(i)

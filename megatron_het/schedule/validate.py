@@ -1,4 +1,4 @@
-"""Finds everything that is wrong with a program before it runs."""
+"""Finds the errors of a program before it runs: missing or misplaced operations, wrong lifetimes, deadlocks."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -13,14 +13,14 @@ from megatron_het.schedule.kinds import COLLECTIVES, OUTPUT_PARTS, WORD_PARTS, D
 # Can a program deadlock?  Models of how transfers are executed.
 #
 # * ``blocking``: a send or receive returns when the transfer is done, as with plain ``send`` and ``recv``, and the
-#   parts of a split vocabulary begin when all devices have come to them (``graph.meetings``).
+#   parts of a split vocabulary begin when all devices have reached them (``graph.meetings``).
 # * ``rank``: transfers are posted without waiting and run one after the other in one queue per device (one
 #   communicator for the whole pipeline).  A compute operation waits for the receives that it needs.
 # * ``pair``: the same with one queue per pair of devices (NCCL's communicators for unbatched send and receive).
 # * ``edge``: the same with one queue per directed pair (one process group per direction).
 #
-# Collectives of the replicas of a stage are a matter of their own, see :func:`deadlock_of_collectives`: the models
-# above look at transfers alone.
+# Collectives over the replicas of a stage are checked by :func:`deadlock_of_collectives`: the models
+# above consider transfers only.
 #
 # A transfer runs when both of its ends are at the head of their queues.  ``blocking`` is the strictest: if a
 # program runs there, its lists are projections of one total order in which both ends of every transfer are
@@ -37,7 +37,7 @@ class Stuck:
     device: int
     position: int
     op: Op
-    message: str  # in words, with the neighbours and what it waits for
+    message: str  # a description, with the neighbours and the missing dependencies
 
 
 @collection_paused()
@@ -56,16 +56,16 @@ def deadlock(graph: Graph, transport: str) -> tuple[Stuck, ...]:
 
 @collection_paused()
 def deadlock_of_collectives(graph: Graph) -> tuple[Stuck, ...]:
-    """Where every device stops when who waits for a collective waits for all replicas of the stage to come to it.
+    """Where every device stops if a collective completes only when all replicas of the stage have reached it.
 
-    Transfers have one queue per pair of devices (``pair``), as NCCL's in the executor; empty without such collectives.
+    Transfers have one queue per pair of devices (``pair``), as with NCCL in the executor.  Empty without collectives.
     """
     waits = graph.together()
     return _Queued(graph, "pair", waits).run() if waits is not graph.waits else ()
 
 
 def deadlocks(graph: Graph) -> dict[str, tuple[Stuck, ...]]:
-    """:func:`deadlock` for every transport; the others are free when ``blocking`` is."""
+    """:func:`deadlock` for every transport; if ``blocking`` has none, the others have none either."""
     found = {"blocking": deadlock(graph, "blocking")}
     for name in TRANSPORTS[1:]:
         found[name] = deadlock(graph, name) if found["blocking"] else ()
@@ -139,7 +139,7 @@ def _report(
 
 
 class _Queued:
-    """Transfers in queues; see the module's text."""
+    """Transfers in queues; see the comment on transports above."""
 
     def __init__(self, graph: Graph, transport: str, waits: Sequence[Sequence[int]]) -> None:
         self.graph, self.waits = graph, waits
@@ -183,7 +183,7 @@ class _Queued:
             self._match(i)
 
     def _match(self, head: int) -> None:
-        """Runs a transfer whose ends are both heads of their queues, and those that this uncovers."""
+        """Run a transfer whose ends are both heads of their queues, then those that become heads by it."""
         heads = [head]
         while heads:
             i = heads.pop()
@@ -204,7 +204,7 @@ class _Queued:
         self.ready += self.waiting.pop(i, ())
 
     def _unfinished(self) -> tuple[Stuck, ...]:
-        """Transfers that nobody waits for but that never run: the buffers are never released."""
+        """Transfers that no operation waits for but that never run: their buffers are never released."""
         out = []
         for queue in self.queues.values():
             if queue:
@@ -222,11 +222,11 @@ class Problem:
     """One thing that is wrong."""
 
     rule: str  # one of :data:`RULES`
-    # device, position: where; position -1 when it is about a whole device
+    # device, position: place of the problem; position -1 for a problem of the whole device
     device: int
     position: int
-    op: Op | None  # the operation, if it is about one
-    message: str  # device, position, operation with its neighbours, and what it lacks or waits for
+    op: Op | None  # the operation, if the problem is with one
+    message: str  # device, position, operation with its neighbours, and the missing or pending dependency
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.message}"
@@ -238,12 +238,12 @@ def validate(
 ) -> list[Problem]:
     """Problems of a program, at most ``limit``; an empty list means that it can run.
 
-    Later rules assume earlier ones, so they are looked at only when those found nothing.
+    Later rules assume earlier ones, so they are checked only if the earlier ones found nothing.
 
     Args:
-        program: with or without transfers; without, transports are not looked at.
+        program: with or without transfers; without them, transports are not checked.
         graph: of the program, when the caller has it already.
-        transports: which must not deadlock.
+        transports: models on which the program must not deadlock.
         limit: stop after this many.
     """
     for rule in (_fields, _completeness):
@@ -278,7 +278,7 @@ def _problem(program: Program, rule: str, device: int, position: int, reason: st
 
 
 def _fields(program: Program) -> Iterator[Problem]:
-    """Numbers that name nothing."""
+    """Indices that are out of range."""
     shape = program.shape
     for d, (device, ops) in enumerate(zip(shape.devices, program.ops)):
         own = set(shape.microbatches_of(d))
@@ -311,11 +311,11 @@ _WORK_NAMES = {
 
 
 def _completeness(program: Program) -> Iterator[Problem]:
-    """Every forward and backward exactly once, where it belongs."""
+    """Every forward and backward must occur exactly once, on the right device."""
     shape = program.shape
     wanted = Work.FORWARD.value if program.forward_only else sum(part.value for part in _WORK_NAMES)
     parts_of = [kind.work.value for kind in Kind]
-    splits_embedding = program.embedding  # looks at all operations
+    splits_embedding = program.embedding  # computed once: it scans all operations
     for d, (device, ops) in enumerate(zip(shape.devices, program.ops)):
         have: dict[tuple[int, int, int], int] = {}
         for i, op in enumerate(ops):
@@ -343,7 +343,7 @@ def _completeness(program: Program) -> Iterator[Problem]:
 
 
 def _split(program: Program, d: int, parts: Set[Kind]) -> Iterator[Problem]:
-    """Yields what all devices do for every slice that they run: the parts of a split layer."""
+    """Parts of a split layer that are missing or duplicated: each device runs each part once per slice."""
     have = {(op.kind, op.microbatch, op.slice) for op in program.ops[d]}
     directions = {Direction.FORWARD} if program.forward_only else {Direction.FORWARD, Direction.BACKWARD}
     kinds = [kind for kind in Kind if kind in parts and kind.direction in directions]
@@ -356,7 +356,7 @@ def _split(program: Program, d: int, parts: Set[Kind]) -> Iterator[Problem]:
 
 
 def _missing(graph: Graph) -> Iterator[Problem]:
-    """Needs that nothing meets, transfers without their other end."""
+    """Needs that no operation meets, and transfers without their other end."""
     for node, need in graph.missing:
         device, position = graph.where(node)
         kind = graph.ops[node].kind
@@ -367,11 +367,11 @@ def _missing(graph: Graph) -> Iterator[Problem]:
 
 
 _RESULTS = {kind.sent_by: kind for kind in COMPUTE if kind.sent_by is not None}
-"""By kind of send: a pass whose result it takes away."""
+"""By kind of send: the pass whose result it sends."""
 
 
 def _wrong_routes(graph: Graph) -> Iterator[Problem]:
-    """Transfers that go where the data is not wanted, or come from where it is not made."""
+    """Transfers to a device that does not use the data, or from a device that does not make it."""
     known: dict[tuple[int, ...], bool] = {}
     for node, op in enumerate(graph.ops):
         kind, microbatch, _, chunk, peer, peer_chunk, _, _ = op
@@ -386,7 +386,7 @@ def _wrong_routes(graph: Graph) -> Iterator[Problem]:
 
 
 def _lifetimes(graph: Graph) -> Iterator[Problem]:
-    """Yields what a device does not hold when an operation needs it, or holds at the end."""
+    """Objects that a device lacks when an operation needs them, or still holds at the end."""
     for device, node, reason in graph.unfit:
         if node < 0:
             text = f"device {graph.program.devices[device]}: {reason}"
@@ -396,7 +396,7 @@ def _lifetimes(graph: Graph) -> Iterator[Problem]:
 
 
 def _local_order(graph: Graph) -> Iterator[Problem]:
-    """Operations before something of their own device that they need."""
+    """Operations that come before a dependency on their own device."""
     device_of = graph.device
     for i, waits in enumerate(graph.waits):
         for j in waits:
@@ -412,7 +412,7 @@ def _local_order(graph: Graph) -> Iterator[Problem]:
 
 
 def _collectives(graph: Graph) -> Iterator[Problem]:
-    """Replicas of a stage take part in the same collectives in the same order."""
+    """Replicas of a stage must take part in the same collectives in the same order."""
     program = graph.program
     if graph.kinds.isdisjoint(COLLECTIVES):
         return
@@ -425,7 +425,7 @@ def _collectives(graph: Graph) -> Iterator[Problem]:
 
 
 def _joint_events(graph: Graph, teams: Sequence[Sequence[int]]) -> Iterator[Problem]:
-    """Yields what devices do together, where they wait for each other by another way too."""
+    """Meetings whose devices also wait for each other in another way."""
     try:
         stuck = list(stuck_events(graph, teams))
     except ValueError as error:  # no slots, or attention for a pass that is not there

@@ -485,7 +485,7 @@ def _allocate(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
-# The distributed optimizer over ministages that are closed already (``window.py``).
+# The distributed optimizer over ministages that are closed already.
 #
 # Upstream takes the main parameters of all chunks out of their whole parameters at once.  Here a chunk
 # is whole only while its own are taken, so that a stage need not fit into the device's memory.  Buffers

@@ -18,7 +18,7 @@ GENERATORS: dict[str, Callable[..., Program]] = {
 }
 """By name; features add their own."""
 BY_PART = {"1f1b", "data-parallel", "gpipe", "interleaved", "ministage"}
-"""Schedules that order the parts of a shape (``pipelines.py``) each as if it were alone."""
+"""Schedules that order each part of a shape (``listing.parts_of``) as if it were alone."""
 
 
 def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameters: object) -> Program:
@@ -27,7 +27,7 @@ def generate(name: str, shape: Shape, *, forward_only: bool = False, **parameter
     Args:
         shape: stages, chunks, replicas, microbatches, slices.
         forward_only: the evaluation program: forward operations only.
-        **parameters: of the generator, see its documentation.
+        **parameters: parameters of the generator, see its docstring.
 
     Raises:
         ValueError: an unknown name, or a shape that the schedule cannot run.

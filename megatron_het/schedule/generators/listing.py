@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from megatron_het.schedule.deps import Dependencies, produces
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 
-# Parts of a shape that exchange nothing: each is scheduled as if it were alone.
+# Parts of a shape that exchange nothing with each other: each is scheduled as if it were alone.
 #
 # Replicas of neighbouring stages belong together when a microbatch goes from one to the other.  Where the
-# microbatches are dealt so that the replicas fall into several such parts, each part is a pipeline of its own.
+# microbatches are routed so that the replicas form several such parts, each part is a pipeline of its own.
 # Equal parts get equal orders, and a part with one replica per stage gets the order of a plain pipeline.
 
 Orders = tuple[tuple[Op, ...], ...]
@@ -45,7 +45,7 @@ def parts_of(shape: Shape) -> list[Part]:
             if a != b:
                 leader[max(a, b)] = min(a, b)
                 apart -= 1
-        if not apart:  # all belong together, as is soon the case where widths differ
+        if not apart:  # all are one part, as usual where widths differ
             every = range(shape.microbatches)
             return [Part(tuple(used), tuple(every), _alone(shape, used, every))]
     members: dict[int, list[int]] = {}
@@ -87,7 +87,7 @@ def by_part(shape: Shape, parts: Sequence[Part], speeds: Sequence[float], make: 
         key = part.shape, tuple(speeds[d] for d in part.devices)
         if key not in made:
             made[key] = make(*key)
-        whole = part.microbatches == every  # then nothing is renamed
+        whole = part.microbatches == every  # then microbatches keep their numbers
         for device, order in zip(part.devices, made[key]):
             ops[device] = (
                 order if whole else tuple([op._replace(microbatch=part.microbatches[op.microbatch]) for op in order])
@@ -102,7 +102,7 @@ def require(schedule: str, condition: bool, message: str) -> None:
 
 
 def single_replicas(shape: Shape) -> bool:
-    """Every stage has one replica, so that all devices see the same microbatches."""
+    """Whether every stage has one replica, so that all devices see the same microbatches."""
     return all(count == 1 for count in shape.replicas)
 
 
@@ -112,7 +112,7 @@ def most_chunks(shape: Shape) -> int:
 
 
 def equal_chunks(shape: Shape) -> bool:
-    """Every stage has as many chunks as the others."""
+    """Whether all stages have the same number of chunks."""
     return len(set(map(len, shape.layers))) == 1
 
 
@@ -128,7 +128,7 @@ def in_turns(count: int, warmup: int) -> bytes:
 
 
 def in_order(forward: Sequence[Op], backward: Sequence[Op], ways: Sequence[int]) -> tuple[Op, ...]:
-    """Both queues in one: 1 takes the next backward, 0 the next forward."""
+    """Both queues merged by ``ways``: 1 takes the next backward, 0 the next forward."""
     queues = iter(forward), iter(backward)
     return tuple([next(queues[back]) for back in ways])
 
@@ -140,7 +140,7 @@ def alternate(forward: Sequence[Op], backward: Sequence[Op], warmup: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Relative durations by which a greedy order is decided."""
+    """Relative durations of passes, from which a greedy order is decided."""
 
     forward_s: tuple[tuple[float, ...], ...]  # ``forward_s[device][chunk]``, time of one forward of one slice
     backward_s: tuple[tuple[float, ...], ...]
@@ -174,8 +174,8 @@ def merge(
     """Merges each device's forward and backward order by simulating the iteration.
 
     Whenever a device is free it runs its next backward or its next forward, a forward only while fewer than
-    ``limits[device]`` forwards wait for their backward.  The result runs without deadlock because it has
-    been run.
+    ``limits[device]`` forwards wait for their backward.  The result cannot deadlock, because the simulation
+    has run it.
 
     Raises:
         ValueError: the orders and limits cannot run (a limit below what the schedule needs).
@@ -198,9 +198,9 @@ def require_all(
 
 
 class Loop:
-    """An event loop over the moments at which a device may start something; base of the greedy orders.
+    """An event loop over the times at which a device may start an operation; base of the greedy orders.
 
-    Subclasses say in :meth:`choose` what a free device runs next.
+    Subclasses decide in :meth:`choose` which operation a free device runs next.
     """
 
     def __init__(self, deps: Dependencies, speeds: Speeds) -> None:
@@ -217,7 +217,7 @@ class Loop:
         raise NotImplementedError
 
     def ready_at(self, device: int, op: Op) -> float | None:
-        """When an operation could start on a device; None, and a wake-up call, if that is not known yet."""
+        """When an operation could start on a device; None if that is not known yet: the device is then woken later."""
         at = self.free[device]
         for need in self.deps.requires(device, op):
             end = self.done.get(need)
@@ -228,7 +228,7 @@ class Loop:
         return at
 
     def run(self) -> tuple[tuple[Op, ...], ...]:
-        """Runs until nothing can start any more; the operations of each device in order."""
+        """Run until no operation can start any more; returns the operations of each device in order."""
         while self.events:
             now, device = heapq.heappop(self.events)
             if now < self.free[device]:
@@ -243,7 +243,7 @@ class Loop:
             self.out[device].append(op)
             self.free[device] = end = now + seconds
             made = produces(op)
-            assert made is not None  # the operations that are listed are passes
+            assert made is not None  # listed operations are passes
             self.done[device, made] = end
             heapq.heappush(self.events, (end, device))
             for other in self.wanted.pop((device, made), ()):
@@ -252,7 +252,7 @@ class Loop:
 
 
 class _Merger(Loop):
-    """Greedy: whichever can start first, the forward on a tie (from a forward more work depends)."""
+    """Greedy: the pass that can start first; the forward on a tie, because more work depends on it."""
 
     ties = (0, 1)  # forward (0) and backward (1), the preferred one first
 
@@ -294,7 +294,7 @@ class _Merger(Loop):
 
 
 class _BackwardFirst(_Merger):
-    """Whichever can start first, the backward on a tie, so that less is held."""
+    """Greedy: the pass that can start first; the backward on a tie, so that fewer activations are held."""
 
     ties = (1, 0)
 

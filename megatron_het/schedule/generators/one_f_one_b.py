@@ -1,4 +1,4 @@
-"""1F1B (PipeDream-Flush), GPipe, interleaved 1F1B and Zorse's ministages; how deep 1F1B is across slow links.
+"""1F1B (PipeDream-Flush), GPipe, interleaved 1F1B and Zorse's ministages; depths of 1F1B across slow links.
 
 Stages may have one or several replicas.
 """
@@ -48,11 +48,11 @@ def in_flight_limits(shape: Shape, slack: float = SLACK, depths: Sequence[int] =
     is ``stages - s``, as in Megatron.
 
     Where stages divide the microbatches differently, their devices become free at times that do not match.
-    They then hold ``slack`` times as many more, so that a device finds its next input waiting.  Stages that
-    divide them alike form fixed pipelines that run in step; these get none.
+    They may then hold ``slack`` times as many in addition, so that a device finds its next input ready.  Stages that
+    divide them equally form fixed pipelines that run in step; these get no slack.
 
-    ``depths[s]`` says how many microbatches every replica of stage ``s + 1`` adds to what the stages before
-    it hold; 1 everywhere by default.
+    ``depths[s]`` is the number of microbatches in flight that every replica of stage ``s + 1`` adds to the earlier
+    stages; 1 everywhere by default.
     """
     spread = 1.0 if len(set(shape.route)) == 1 else 1.0 + slack
     depths = depths or (1,) * (shape.stages - 1)
@@ -78,12 +78,12 @@ def one_f_one_b(
     a simulation of the iteration (:func:`~megatron_het.schedule.generators.listing.merge`): forwards and
     backwards ascend in the microbatch, and their number in flight is bounded by :func:`in_flight_limits`.
 
-    Across a slow link a stage waits for the way there and back of each microbatch, unless the stages before the
-    link have more of them in flight.  ``depths`` says how many.
+    Across a slow link a stage waits for the round trip of each microbatch, unless the stages before the
+    link have more microbatches in flight.  ``depths`` sets how many.
 
     Args:
         shape: one chunk per stage, no slices.
-        slack: share of further microbatches in flight where stages divide them differently, 0 for least memory.
+        slack: share of additional microbatches in flight where stages divide them differently, 0 for least memory.
         order: how that simulation decides, one of :data:`~megatron_het.schedule.generators.listing.ORDERS`.
         depths: by boundary between stages, how many more microbatches the stage before it has in flight than the
             stage after it, at least 1; ``()`` stands for 1 everywhere, which is Megatron's order.
@@ -116,11 +116,11 @@ def _check_all(shape: Shape, slack: float, order: str, depths: Sequence[int]) ->
 
 
 Ways = Sequence[Sequence[int]]
-"""By device, whether each of its operations is a backward; both kinds run in ascending order of microbatches."""
+"""For each device, whether each of its operations is a backward; both kinds ascend in the microbatch."""
 
 
 def merged(shape: Shape, limits: Sequence[int], times: Speeds, order: str) -> Ways:
-    """The ways of stages of one chunk, as :func:`~megatron_het.schedule.generators.listing.merge` decides."""
+    """:data:`Ways` of stages with one chunk, decided by :func:`~megatron_het.schedule.generators.listing.merge`."""
     found = merge(shape, _orders(shape, Kind.FORWARD), _orders(shape, Kind.BACKWARD), limits, times, order)
     return [[op.kind is Kind.BACKWARD for op in own] for own in found]
 
@@ -137,10 +137,10 @@ def ways(
     """The order of one part of a shape (see ``generators.listing``), by device; raises ValueError.
 
     Args:
-        part: exchanges nothing with other parts.
+        part: a shape whose devices form one part.
         speeds, slack, order, depths: as in :func:`one_f_one_b`.
-        decide: what merges where a stage has several replicas; says what :func:`merged` says, or too little where
-            that raises.
+        decide: merges the orders where a stage has several replicas; returns the same as :func:`merged`, or too few
+            operations where that raises.
     """
     _check_all(part, slack, order, depths)
     if single_replicas(part):
@@ -174,8 +174,8 @@ DATA_PARALLEL = "data-parallel"
 def data_parallel(shape: Shape, *, forward_only: bool = False) -> Program:
     """Each microbatch forward through all chunks and back, then the next microbatch.
 
-    Activations of one microbatch are held at most, and of the chunks one after the other is needed, which is what
-    ZeRO-2 and 3 need (``features/window/passes.py``).
+    At most one microbatch's activations are held, and the parameters of one chunk after the other are needed, as
+    ZeRO-2 and 3 require (``features/window/passes.py``).
 
     Args:
         shape: one stage; any chunks and replicas, no slices.
@@ -209,7 +209,7 @@ def ministage(shape: Shape, *, forward_only: bool = False) -> Program:
     """All microbatches of a ministage, then the next ministage; backwards from the last ministage to the first.
 
     A ministage is a chunk; stages may have different numbers of them, of different sizes, and any
-    replicas and routes.  Parameters are needed one ministage at a time, which is the point of it.
+    replicas and routes.  So parameters are needed for one ministage at a time only.
 
     The ministage of the loss runs each microbatch forward and back before the next one, so that the logits of one
     microbatch are held.  Hence backwards of all ministages ascend in the microbatch.
@@ -252,9 +252,9 @@ def interleaved(
     Replicas that fall into separate pipelines, each with microbatches for whole groups, get the order of
     their pipeline alone, as Megatron's data-parallel replicas do.
 
-    Stages may have different numbers of chunks: microbatches leave a stage out in the sweeps that it has no chunk
-    for.  Its order then comes from the simulation, and it may hold as many forwards as if it had all the chunks: a
-    group is under way through the chunks of others while it waits for the way back.
+    Stages may have different numbers of chunks: microbatches skip a stage in the sweeps for which it has no chunk.
+    Its order then comes from the simulation, and it may hold as many forwards as if it had all the chunks: a
+    group passes through the chunks of other stages while its activations are held here.
 
     Args:
         shape: no slices.
@@ -330,15 +330,15 @@ def _order(shape: Shape, device: int, group: int, kind: Kind) -> list[Op]:
 # How many microbatches 1F1B has in flight across slow links.
 #
 # Under 1F1B a stage has one microbatch more in flight than the stage after it.  Where a transfer between the two takes
-# long, both stages idle.  More microbatches in flight before the slow boundary fill that time, at the price of their
-# activations.  How many is decided here, boundary by boundary, by simulation.
+# long, both stages idle.  More microbatches in flight before the slow boundary fill that time, but their
+# activations need memory.  Their number (the depth) is chosen here, boundary by boundary, by simulation.
 
 FASTER = 0.005  # other depths must shorten the iteration by this share, because they take memory
-SAME = 0.001  # depths that lengthen the iteration by no more than this share are as good, and the smaller one is taken
-NOTICEABLE = 0.1  # a boundary is slow if the way there and back takes more than this share of the slowest stage's time
+SAME = 0.001  # smaller depths are taken if they lengthen the iteration by no more than this share
+NOTICEABLE = 0.1  # a boundary is slow if its round trip takes more than this share of the slowest stage's time
 _MORE = (0, 1, 2)
-_MOST_CHANGES = 24  # simulations with which depths of single boundaries are changed, at most
-_MOST_STEPS = 8  # simulations with which depths are made smaller again, at most
+_MOST_CHANGES = 24  # most simulations for changing the depths of single boundaries
+_MOST_STEPS = 8  # most simulations for making depths smaller again
 _ALMOST_FREE, _HALF = 0.1, 0.5
 
 
@@ -351,8 +351,8 @@ def published_depths(stage_s: Sequence[float], transfer_s: Sequence[float], slow
         slow: Which boundaries lie between clusters.
 
     Returns:
-        For each boundary, how many microbatches more the stage before it has in flight: 1, and across clusters 1
-        where the transfer takes less than a tenth of the slowest stage's time, 2 below a half, else 3, on top of it.
+        For each boundary, the number of microbatches in flight that the stage before it adds: 1, and between clusters
+        another 1 if the transfer takes less than a tenth of the slowest stage's time, 2 below a half, else 3.
     """
     longest = max(stage_s)
     out = []
@@ -365,7 +365,7 @@ def published_depths(stage_s: Sequence[float], transfer_s: Sequence[float], slow
 def choose_depths(
     stage_s: Sequence[float], transfer_s: Sequence[float], time_of: Callable[[tuple[int, ...]], float | None]
 ) -> tuple[int, ...]:
-    """The depths with which the iteration is shortest, the smallest ones of those.
+    """The smallest depths with which the iteration is shortest.
 
     Args:
         stage_s: Seconds that each stage needs for one microbatch, forward and backward.
@@ -395,7 +395,7 @@ def choose_depths(
 
 
 def _one_by_one(search: "_Search", best: tuple[int, ...], slow: Sequence[int]) -> tuple[int, ...]:
-    """Depths of single boundaries made smaller or larger by one, as long as that is faster."""
+    """Change the depths of single boundaries by one, as long as that is faster."""
     left, is_better = _MOST_CHANGES, True
     while is_better:
         is_better = False
@@ -408,7 +408,7 @@ def _one_by_one(search: "_Search", best: tuple[int, ...], slow: Sequence[int]) -
 
 
 def _smallest(search: "_Search", best: tuple[int, ...], hidden: Mapping[int, int]) -> tuple[int, ...]:
-    """Depths that are as fast and smaller.
+    """Smaller depths that are as fast.
 
     Boundaries whose transfers hide behind equally many microbatches have one depth, so that a long pipeline needs no
     more simulations than a short one.
@@ -426,7 +426,7 @@ def _smallest(search: "_Search", best: tuple[int, ...], hidden: Mapping[int, int
 
 
 class _Search:
-    """Simulated times, each made once."""
+    """Cache of simulated times."""
 
     def __init__(self, time_of: Callable[[tuple[int, ...]], float | None]) -> None:
         self._time_of = time_of
@@ -439,7 +439,7 @@ class _Search:
         return self._known[depths]
 
     def seconds(self, depths: tuple[int, ...]) -> float:
-        """Seconds, without end where the depths do not fit."""
+        """Seconds, infinite where the depths do not fit."""
         found = self.time(depths)
         return float("inf") if found is None else found
 
