@@ -1,8 +1,8 @@
-"""Features that a plan can ask for beyond a schedule: one description each.  No torch.
+"""Features that a plan can ask for beyond a schedule, each with a torch-free description.
 
-A new feature is a room, a folder here: ``spec.py``, where it does something on a rank ``runtime.py``, and its place in
-the tuple below.  Open ``base.py`` first: what a feature says of itself.  Whoever wants to know something of a plan's
-features asks ``registry.py``, which asks all of them.
+A new feature is a folder here, its room: ``spec.py``, ``runtime.py`` if it does something on a rank, and its place in
+the list below.  Read ``base.py`` first: the interface of a description.  Other code asks ``registry.py`` about the
+features of a plan, which asks all of them.
 """
 
 from megatron_het.features.activation_offload.spec import ActivationOffload

@@ -1,11 +1,11 @@
-"""Interface of a feature: options, checks, refusals, passes and the upstream code that it leans on.
+"""Interface of a feature: options, checks, refusals, passes and the upstream code that it depends on.
 
-A feature is something that a plan can ask for beyond its schedule.  This half of a feature needs no torch: the
+A feature is a capability that a plan can ask for beyond its schedule.  This half of a feature needs no torch: the
 planner, the command line and the start of a run read it.  The half that runs on a rank is in the module that
 ``Feature.runtime`` names.
 
-The fields of a feature's options say everything that is generic about them: the name in the plan, the flag, the help
-text, which values are right.  Flags, ``--help``, checks and the list of known parameters are made of the fields.
+A field of a feature's options declares its name in the plan, its flag, its help text and its valid values.  Flags,
+``--help``, checks and the list of known parameters are made from the fields.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from megatron_het.schedule.cutting import Cutting, Parts
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
 from megatron_het.schedule.joint import unequal_orders
 
-# Early reductions of gradients: replicas of a stage have to begin them in one order.
+# Overlapped reductions of gradients: all replicas of a stage must begin them in one order.
 
 
 def check_reductions_meet(program: Callable[[], Program], args: Any, cause: str) -> None:
-    """Refuse an early reduction of gradients that would not meet that of other replicas.
+    """Refuse ``--overlap-grad-reduce`` where replicas of a stage would start their reductions in different orders.
 
     Args:
-        program: Makes the program of training.
-        cause: What may put the ends of gradients in different orders.
+        program: Makes the training program.
+        cause: The option that may change the order in which gradients are completed, for the message.
 
     Raises:
         PlanError: The replicas of a stage complete their gradients in different orders.
@@ -53,16 +53,16 @@ class Option:
     """One parameter of a plan's schedule, and the flag that sets it."""
 
     parameter: str  # name among the schedule's parameters
-    kind: type = bool  # bool, int, float or str; of a field of options, its type
+    kind: type = bool  # bool, int, float or str; for a field of options, its type
     flag: str = ""  # the flag that sets it, "" for none
     help: str = ""  # help text of the flag
-    metavar: str = ""  # what the help text calls the flag's value
-    choices: tuple[str, ...] = ()  # the values, where there are few
-    accepts: Callable[[Any, Plan], bool] | None = None  # whether a value of the right type is right for a plan
-    problem: Text = ""  # what is wrong with a value that is not
-    where: str = ""  # how an error names the option; the parameter's place in the plan, if empty
+    metavar: str = ""  # name of the flag's value in the help text
+    choices: tuple[str, ...] = ()  # the valid values, where there are few
+    accepts: Callable[[Any, Plan], bool] | None = None  # whether a value of the right type is valid for a plan
+    problem: Text = ""  # error text for a value that ``accepts`` refuses
+    where: str = ""  # name of the option in errors; the parameter's place in the plan, if empty
     field: str = ""  # name of the options' field, "" for a switch
-    on_host: Any = None  # the value with which as much as possible waits in main memory; None if it moves nothing there
+    on_host: Any = None  # the value that offloads as much as possible to main memory; None if the option offloads nothing
 
     def check(self, value: Any, plan: Plan) -> None:
         """Refuse a value of the wrong type or out of range; raises PlanError."""
@@ -75,7 +75,7 @@ class Option:
             raise self._error(value, problem)
 
     def _has_type(self, value: Any) -> bool:
-        """Booleans are not numbers here, and integers may stand for floats."""
+        """Whether the value has the option's type: a boolean is no number, and an integer may stand for a float."""
         if self.kind is float:
             return isinstance(value, int | float) and not isinstance(value, bool)
         return type(value) is self.kind
@@ -85,7 +85,7 @@ class Option:
 
 
 def not_sliced(plan: Plan, given: Option) -> PlanError:
-    """The refusal of a parameter that is about slices, with a schedule of whole sequences."""
+    """The error for a parameter of slices with a schedule of whole sequences."""
     problem = f"schedule {plan.schedule.name} does not cut sequences"
     hint = f"Schedules that do: {', '.join(SLICED_SCHEDULES)}"
     return PlanError(f"schedule.parameters.{given.parameter}", plan.schedule.parameters[given.parameter], problem, hint)
@@ -96,7 +96,7 @@ def option(parameter: str, default: Any, **described: Any) -> Any:
 
     Args:
         parameter: Name among the schedule's parameters.
-        default: The field's value where a plan says nothing.
+        default: The field's value if the plan does not set it.
         **described: Further attributes of :class:`Option`, without ``kind`` and ``field``.
     """
     return field(default=default, metadata={"option": Option(parameter, **described)})
@@ -108,17 +108,17 @@ def is_given(value: Any) -> bool:
 
 
 def more_than_one(value: Any) -> bool:
-    """Whether a size is given and divides something."""
+    """Whether a size is given and above 1."""
     return value is not None and value != 1
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A value of Megatron's arguments that cannot go with something else."""
+    """A value of Megatron's arguments that cannot be combined with a plan or a feature."""
 
     attribute: str
-    reason: str  # why it cannot
-    when: Callable[[Any], bool] = bool  # whether a value is refused; by default everything that counts as given
+    reason: str  # why it cannot be combined
+    when: Callable[[Any], bool] = bool  # whether a value is refused; by default every true value
 
     def check(self, args: Any, what: str) -> None:
         """Raise a PlanError if the argument is refused together with ``what``."""
@@ -131,9 +131,9 @@ class Refusal:
 class ViewFlag:
     """A flag of ``python -m megatron_het.schedule``, which also shows programs that no plan asks for."""
 
-    flag: str  # with its hyphens
+    flag: str  # with leading hyphens
     help: str  # help text
-    default: bool | int | str = False  # without the flag.  False makes a switch of it, a number a count.
+    default: bool | int | str = False  # value without the flag: False makes the flag a switch, a number makes it a count
     most: int = 0  # the largest count
     choices: tuple[str, ...] = ()  # the values of a flag with few
 
@@ -145,19 +145,19 @@ def flag_of(attribute: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Holds what features are priced with, per device (replica of a stage)."""
+    """Times and sizes from which features compute their costs, per device (replica of a stage)."""
 
     gather_s: tuple[float, ...]  # all-gather of the parameters of all chunks over the stage's replicas
     reduce_s: tuple[float, ...]  # reduce-scatter of their gradients
-    host_copy_s: tuple[float, ...]  # the device's shards of the parameters between host and device, one way
-    host_bytes_per_s: tuple[float, ...]  # between host and device
-    # embedding_forward_s, embedding_backward_s: word embeddings of one microbatch, if this device did all of it
+    host_copy_s: tuple[float, ...]  # copy of the device's parameter shards between host and device, one way
+    host_bytes_per_s: tuple[float, ...]  # bandwidth between host and device
+    # embedding_forward_s, embedding_backward_s: word embeddings of one microbatch, if this device computed all of them
     embedding_forward_s: tuple[float, ...]
     embedding_backward_s: tuple[float, ...]
     # head_forward_s, head_backward_s: output layer and loss of one microbatch, likewise
     head_forward_s: tuple[float, ...]
     head_backward_s: tuple[float, ...]
-    head_bytes: tuple[float, ...]  # what output layer and loss keep of one microbatch, likewise
+    head_bytes: tuple[float, ...]  # activations of output layer and loss for one microbatch, likewise
     # attention_forward_s, attention_backward_s: causal attention of one layer and microbatch
     attention_forward_s: tuple[float, ...]
     attention_backward_s: tuple[float, ...]
@@ -167,28 +167,28 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """There is nothing to choose: the plan's schedule, or Megatron's own flags, say it."""
+    """Options of a feature without any: the plan's schedule or Megatron's own flags switch it on."""
 
 
 class Feature:
-    """One feature.  Subclasses say what is different; the instances are in ``megatron_het.features.FEATURES``."""
+    """One feature.  Subclasses override the defaults; the instances are in ``megatron_het.features.FEATURES``."""
 
     name: ClassVar[str]  # its name, as in the column ``executor`` of the operation kinds
     title: ClassVar[str] = ""  # heading of its flags in ``--help``
     options: ClassVar[type] = NoOptions  # frozen dataclass whose fields are made by :func:`option`
     always: ClassVar[bool] = False  # whether every plan with one of its schedules has it
-    switch: ClassVar[Option | None] = None  # the parameter that switches the feature on; None if its options alone do
-    implied: ClassVar[bool] = False  # whether flags of its options switch it on too
+    switch: ClassVar[Option | None] = None  # the parameter that switches the feature on; None if any option does
+    implied: ClassVar[bool] = False  # whether flags of its options switch it on, too
     # the flags with which ``python -m megatron_het.schedule`` shows it, with any schedule
     view_flags: ClassVar[tuple[ViewFlag, ...]] = ()
     show_flags: ClassVar[tuple[ViewFlag, ...]] = ()  # flags of the command line's ``show`` alone; see :meth:`shown`
     schedules: ClassVar[tuple[str, ...] | None] = None
     # schedules whose operations it executes: without it they can only be simulated
     runs: ClassVar[tuple[str, ...]] = ()
-    refused: ClassVar[tuple[Refusal, ...]] = ()  # what it cannot go with among Megatron's arguments
-    refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()  # what no plan can go with, with the feature or without
-    sets: ClassVar[tuple[str, ...]] = ()  # Megatron's flags that follow from a plan
-    # Dotted names of upstream code that it leans on, with the hashes of their sources
+    refused: ClassVar[tuple[Refusal, ...]] = ()  # Megatron's arguments that cannot be combined with the feature
+    refused_by_plans: ClassVar[tuple[Refusal, ...]] = ()  # those that no plan accepts, with the feature or without
+    sets: ClassVar[tuple[str, ...]] = ()  # Megatron's flags that are set by a plan
+    # Dotted names of upstream code that it depends on, with the hashes of their sources
     # (``megatron_patches.source_hash``).  A run with the feature does not start when one differs.
     upstream_names: ClassVar[Mapping[str, str]] = {}
     # dotted names of functions that make a subclass of Megatron's distributed optimizer, each on top of the one before
@@ -200,16 +200,16 @@ class Feature:
     shards_parameters: ClassVar[bool] = False
     # whether every row of the vocabulary is on one stage, also with tied embeddings
     holds_rows_once: ClassVar[bool] = False
-    packing_flags: ClassVar[frozenset[str]] = frozenset()  # flags with which a user says what a document is
-    called: ClassVar[str] = ""  # what refusals of Megatron's arguments call it, in place of its title
-    no_graphs: ClassVar[str] = ""  # why CUDA graphs of layers cannot go with it; "" where they can
-    no_local_graphs: ClassVar[str] = ""  # likewise of those that Megatron captures itself, without Transformer Engine
+    packing_flags: ClassVar[frozenset[str]] = frozenset()  # flags that define the boundaries of documents
+    called: ClassVar[str] = ""  # its name in refusals of Megatron's arguments, in place of its title
+    no_graphs: ClassVar[str] = ""  # why CUDA graphs of layers cannot be combined with it; "" where they can
+    no_local_graphs: ClassVar[str] = ""  # the same for graphs that Megatron captures itself, without Transformer Engine
     # dotted name of the module with its half on a rank, ``runtime.py`` beside ``spec.py``; "" for a feature that lies
     # in no ``spec.py``
     runtime: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
-        """Finds the half on a rank."""
+        """Set ``runtime`` to the module ``runtime.py`` beside the subclass's ``spec.py``."""
         room, _, page = cls.__module__.rpartition(".")
         if page == "spec":
             cls.runtime = f"{room}.runtime"
@@ -218,7 +218,7 @@ class Feature:
 
     @functools.cached_property
     def parameters(self) -> tuple[Option, ...]:
-        """All that a plan's schedule may say of the feature, the switch first."""
+        """All parameters of a plan's schedule that belong to the feature, the switch first."""
         kinds = typing.get_type_hints(self.options)
         described = [(f, f.metadata["option"]) for f in dataclasses.fields(self.options) if "option" in f.metadata]
         # In a plan tuples are lists.
@@ -231,7 +231,7 @@ class Feature:
         return self.schedules is None or schedule in self.schedules
 
     def read(self, schedule: ScheduleSpec) -> Any | None:
-        """The options among a schedule's parameters, which have been checked; None where the feature is off."""
+        """The options from a schedule's checked parameters; None where the feature is off."""
         given = {o: schedule.parameters[o.parameter] for o in self.parameters if o.parameter in schedule.parameters}
         is_on = bool(given) if self.switch is None else given.get(self.switch, False)
         if not (is_on or self.always) or not self.goes_with(schedule.name):
@@ -248,16 +248,16 @@ class Feature:
         return None
 
     def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
-        """Returns what ``show_flags`` ask for in place of a picture, as plain data and as lines; None for nothing."""
+        """Returns the output that ``show_flags`` ask for in place of a picture, as (plain data, lines), or None."""
         return None
 
     # -- checks ------------------------------------------------------------------------------------
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that cannot be run as it says, whatever the training's arguments; raises PlanError.
+        """Refuse a plan that no training can run, whatever Megatron's arguments; raises PlanError.
 
         Args:
-            plan: Its parameters have the names of parameters of its schedule (``features.registry.check_plan_alone``).
+            plan: All its parameters are known for its schedule (``features.registry.check_plan_alone``).
         """
         given = plan.schedule.parameters
         mine = [o for o in self.parameters if o.parameter in given]
@@ -274,11 +274,11 @@ class Feature:
         self.check_off(plan)
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
-        """The refusal of a parameter with a schedule that cannot have the feature; None for the general one."""
+        """The error for a parameter with a schedule that cannot have the feature; None for the general error."""
         return None
 
     def without_switch(self, plan: Plan, given: Option) -> PlanError | None:
-        """The refusal of an option of a feature that is off; None where it may be given all the same."""
+        """The error for an option of a feature that is off; None where the option is allowed nevertheless."""
         if self.switch is None:
             return None
         return PlanError(
@@ -292,77 +292,77 @@ class Feature:
         """Refuse a plan that has the feature; the values of its options have been checked. Raises PlanError."""
 
     def check_copies(self, plan: Plan, options: Any) -> None:
-        """Raise a PlanError where copies of tied embeddings, of the first and the last stage, would not stay alike."""
+        """Raise a PlanError where the first and the last stage's copies of tied embeddings would not stay equal."""
 
     def check_off(self, plan: Plan) -> None:
         """Refuse a plan that needs the feature but does not have it; raises PlanError."""
 
     def named(self, plan: Plan) -> str:
-        """Returns what refusals of Megatron's arguments call the feature."""
+        """Returns the feature's name in refusals of Megatron's arguments."""
         return self.called or self.title
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
-        """Refuse a ``--het-*`` flag that is about the feature and does not go with the plans; raises PlanError.
+        """Refuse a ``--het-*`` flag of the feature that cannot be combined with the plans; raises PlanError.
 
         Args:
-            plans: All of the job.
-            flags: Of the command line, as argparse names them.
+            plans: All plans of the job.
+            flags: Flags of the command line, with argparse's names.
         """
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse what of Megatron's arguments no plan can have, or none without the feature; raises PlanError."""
+        """Refuse arguments of Megatron that no plan, or no plan without the feature, accepts; raises PlanError."""
         for refusal in self.refused_by_plans:
             refusal.check(args, "--het-plan")
 
     def check_arguments(self, plan: Plan, options: Any, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments cannot go with the feature; raises PlanError."""
+        """Refuse arguments of Megatron that cannot be combined with the feature; raises PlanError."""
         for refusal in self.refused:
             refusal.check(args, self.named(plan))
 
     def check_program(self, program: Callable[[], Program], options: Any, args: Any) -> None:
-        """Refuse what of Megatron's parsed arguments cannot go with the plan's training program; raises PlanError.
+        """Refuse arguments of Megatron that cannot be combined with the plan's training program; raises PlanError.
 
         Args:
-            program: Makes the program, of all devices.  Large ones take seconds: ask only where it matters.
+            program: Makes the program of all devices.  A large one takes seconds: call it only where needed.
         """
 
     def apply(self, plan: Plan, options: Any, args: Any) -> None:
-        """Write what the feature needs into Megatron's arguments, before they are validated."""
+        """Set the arguments of Megatron that the feature needs, before they are validated."""
 
     def runs_with(self, args: Any) -> bool:
-        """Whether the half on a rank has anything to do with Megatron's arguments; else it is not imported."""
+        """Whether the runtime half has work to do under Megatron's ``args``; otherwise it is not imported."""
         return True
 
     def beyond_stock(self, plan: Plan, options: Any) -> str:
-        """Why stock Megatron cannot run a plan with the feature, where no parameter of the schedule says it."""
+        """Why stock Megatron cannot run a plan with the feature, if that does not follow from a schedule parameter."""
         return ""
 
     # -- the model ---------------------------------------------------------------------------------
 
     def extra_layers(self, model: Any) -> int:
-        """Layers of a model that ``num_layers`` does not count; arguments and plans have the same names for them."""
+        """Number of layers beyond ``num_layers``; ``model`` is Megatron's arguments or a plan's model (same names)."""
         return 0
 
     def layer_flags(self, model: Any) -> dict[str, int]:
-        """Flags of Megatron, without hyphens in front, that say how many such layers there are."""
+        """Megatron's flags, without leading hyphens, that set the number of these layers."""
         return {}
 
     def model_problem(self, model: Any) -> str:
-        """Why the planner's model cannot have the feature as it says; "" where it can."""
+        """Why the planner's model cannot have the feature as its file describes it; "" where it can."""
         return ""
 
     def shrink(self, model: ModelShape, like: ModelShape) -> ModelShape:
-        """A tiny model with as little as possible of what a larger one has of the feature."""
+        """A tiny model with the smallest form of the feature that the larger model ``like`` has."""
         return model
 
     def reads_tokens(self, args: Any, vp_stage: int | None) -> bool:
-        """Whether the chunk of this rank, beside the one with the embedding, reads tokens."""
+        """Whether this rank's chunk reads tokens although it does not have the embedding."""
         return False
 
     # -- programs ----------------------------------------------------------------------------------
 
     def shape(self, options: Any) -> dict[str, Any]:
-        """Returns what the feature says of the schedule's shape: fields of ``schedule.ir.Shape``."""
+        """Returns the fields of ``schedule.ir.Shape`` that the feature sets."""
         return {}
 
     def limited(self, parts: Parts) -> "Feature":
@@ -370,7 +370,7 @@ class Feature:
         return self
 
     def cutting(self, plan: Plan, args: Any) -> Cutting | None:
-        """Where the feature cuts sequences; None where it does not.  ``args`` are Megatron's, or None."""
+        """The feature's cutting of sequences; None where it cuts none.  ``args`` are Megatron's, or None."""
         return None
 
     def packing_argument(self, args: Any) -> str:
@@ -378,18 +378,18 @@ class Feature:
         return ""
 
     def runs_of_a_layer(self, args: Any) -> int:
-        """Returns how often one layer runs in a pass at most, as Megatron's arguments say."""
+        """Returns the largest number of times that one layer runs in a pass, from Megatron's arguments."""
         return 1
 
     def attention_units(self, options: Any) -> int:
-        """Parts of a slice in which it moves attention between devices; 0 if it moves none."""
+        """Exchange units per slice, in which the feature moves attention between devices; 0 if it moves none."""
         return 0
 
     def before_transfers(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
         """The feature's pass over compute operations, before transfers are added.
 
         Args:
-            program: With the operations of the features before this one.
+            program: The program with the operations of earlier features.
 
         Raises:
             ValueError: The program cannot have the feature.
@@ -401,7 +401,7 @@ class Feature:
         return program
 
     def in_order(self, program: Program, options: Any, speeds: Sequence[float] | None) -> Program:
-        """The feature's last pass, over the whole program where transfers are in one global order."""
+        """The feature's last pass, over the complete program with transfers in one global order."""
         return program
 
     def price(self, costs: Costs, options: Any, program: Program, figures: Figures) -> Costs:
@@ -409,13 +409,13 @@ class Feature:
 
         Args:
             costs: Without them: the whole vocabulary on the first and the last chunk, all activations on the device.
-            program: With the feature's operations.
-            figures: What the operations take on each device.
+            program: The program with the feature's operations.
+            figures: Times and sizes of each device, from which the operations are priced.
         """
         return costs
 
 
-# Which kinds of attention the kernels of slices know, wherever they stand in for a layer's own.
+# Kinds of attention that slice attention does not support, wherever it replaces a layer's own.
 
 POSITIONS = ("rope", "yarn", "learned_absolute", "none")
 ATTENTION_REFUSED = (
@@ -429,11 +429,11 @@ ATTENTION_REFUSED = (
     Refusal("fused_single_qkv_rope", "it refuses the argument that tells a layer its slice"),
     Refusal("heterogeneous_layers_config_path", "layers without attention are not supported with slices"),
 )
-"""What the attention of slices does not know, wherever it stands in for a layer's own."""
+"""Megatron's arguments that slice attention does not support, wherever it replaces a layer's own."""
 
 
 def check_reach(args: Any) -> None:
-    """Refuse positions, windows and recomputation that the attention of slices does not know; raises PlanError."""
+    """Refuse position embeddings, windows and recomputation that slice attention does not support; raises PlanError."""
     if args.position_embedding_type not in POSITIONS:
         problem = f"positions of slices are known for {', '.join(POSITIONS)} only"
         raise PlanError("--position-embedding-type", args.position_embedding_type, problem)

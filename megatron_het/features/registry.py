@@ -1,4 +1,4 @@
-"""All features, and what others ask of the features of a plan without knowing which ones there are."""
+"""All features, and questions about the features of a plan for code that knows none of them by name."""
 
 import difflib
 import functools
@@ -29,7 +29,7 @@ def features_of(plan: Plan) -> Iterator[tuple[Feature, Any]]:
 def tied_copies(plan: Plan) -> bool:
     """Whether the stages of the first and of the last chunk hold copies of the same weights.
 
-    A feature may have every row held once, by one stage.
+    They do not if a feature gives every row of the vocabulary to one stage only.
     """
     return plan.model.embeds_twice and not rows_are_shared(plan)
 
@@ -40,7 +40,7 @@ def rows_are_shared(plan: Plan) -> bool:
 
 
 def attention_units(plan: Plan) -> int:
-    """Parts of a slice in which devices attend for each other; 0 where none does."""
+    """Exchange units per slice of the context exchange; 0 without it."""
     return max((feature.attention_units(options) for feature, options in features_of(plan)), default=0)
 
 
@@ -55,19 +55,19 @@ def feature(name: str) -> Feature:
 
 
 def switches(schedule: str) -> dict[str, Any]:
-    """The parameters of a plan that switch on what only this schedule can have."""
+    """The plan parameters that switch on the features whose first schedule is this one."""
     mine = [f.switch for f in FEATURES if f.switch is not None and (f.schedules or ())[:1] == (schedule,)]
     return {switch.parameter: True for switch in mine}
 
 
 def host_parameters(schedule: str) -> dict[str, Any]:
-    """The parameters of a plan with which as much as possible waits in main memory."""
+    """The plan parameters that offload as much as possible to main memory."""
     options = [o for f in FEATURES if f.goes_with(schedule) for o in f.parameters]
     return {o.parameter: o.on_host for o in options if o.on_host is not None}
 
 
 def cutting_of(plan: Plan, args: Any = None) -> Cutting:
-    """Where the plan cuts sequences; nowhere without a feature that does.
+    """The plan's cutting of sequences; a trivial one without a feature that cuts them.
 
     Args:
         args: Megatron's arguments, for slices of equal work and for windows; None for nominal lengths alone.
@@ -78,7 +78,7 @@ def cutting_of(plan: Plan, args: Any = None) -> Cutting:
 
 
 def cuts_sequences(plan: Plan) -> bool:
-    """Whether forward passes run parts of sequences: slices, or what one context-parallel rank holds."""
+    """Whether forward passes run parts of sequences: slices, or the part of one context-parallel rank."""
     return any(feature.cutting(plan, None) is not None for feature in FEATURES)
 
 
@@ -88,36 +88,36 @@ def slice_tokens(plan: Plan) -> int:
 
 
 def part_grain(plan: Plan, replica: Replica) -> int:
-    """Returns what the tokens of every context-parallel rank of a replica are a multiple of.
+    """Returns the number of which every context-parallel rank's tokens are a multiple.
 
-    TP ranks divide them under sequence parallelism, and devices attend for each other in units of them.
+    TP ranks divide the tokens under sequence parallelism, and the context exchange divides them into units.
     """
     divided = replica.tp if plan.training.sequence_parallel else 1
     return math.lcm(divided, max(attention_units(plan), 1))
 
 
 def runs_of_a_layer(args: Any) -> int:
-    """How often one layer runs in a pass at most, as Megatron's arguments say."""
+    """The largest number of times that one layer runs in a pass, from Megatron's arguments."""
     return max(feature.runs_of_a_layer(args) for feature in FEATURES)
 
 
 def extra_layers(model: Any) -> int:
-    """Layers of a model that ``num_layers`` does not count; see :meth:`Feature.extra_layers`."""
+    """Number of layers beyond ``num_layers``; see :meth:`Feature.extra_layers`."""
     return sum(feature.extra_layers(model) for feature in FEATURES)
 
 
 def reads_tokens(args: Any, vp_stage: int | None) -> bool:
-    """Whether the chunk of this rank, beside the one with the embedding, reads tokens; needs Megatron."""
+    """Whether this rank's chunk reads tokens although it does not have the embedding; needs Megatron."""
     return any(feature.reads_tokens(args, vp_stage) for feature in FEATURES)
 
 
 def layer_flags(model: Any) -> dict[str, int]:
-    """Megatron's flags that say of which layers the model has more, without hyphens in front."""
+    """Megatron's flags, without leading hyphens, that set the number of layers beyond ``num_layers``."""
     return {flag: value for feature in FEATURES for flag, value in feature.layer_flags(model).items()}
 
 
 def shrunk(model: ModelShape, like: ModelShape) -> ModelShape:
-    """A tiny model with as little as possible of everything that a larger one has of features."""
+    """A tiny model with the smallest form of every feature that the larger model ``like`` has."""
     for feature in FEATURES:
         model = feature.shrink(model, like)
     return model
@@ -129,11 +129,11 @@ def packing_argument(args: Any) -> str:
 
 
 def packing_flags() -> frozenset[str]:
-    """The flags with which a user says what a document is."""
+    """The flags that define the boundaries of documents."""
     return frozenset[str]().union(*(feature.packing_flags for feature in FEATURES))
 
 
-# Every refusal that depends on the plan alone.  Start-up and the planner's commands ask here; no torch.
+# Every refusal that depends on the plan alone.  Start-up and the planner's commands call this; no torch.
 
 MOST_SLACK = 1000
 MOST_DEPTH = 1000
@@ -159,7 +159,7 @@ _GENERATOR_OPTIONS = (
         ),
     ),
 )
-"""Values that only generators read."""
+"""Parameters that only generators read."""
 
 
 @functools.cache
@@ -170,22 +170,22 @@ def runnable_schedules() -> tuple[str, ...]:
 
 
 def _executors_of(schedule: str) -> set[str]:
-    """Who executes the operations that a generator makes, from the smallest shape that it takes."""
+    """The executors of the operations that a generator makes, found with the smallest shape that it accepts."""
     for stages, placement, chunks, slices in itertools.product((2, 1), PLACEMENTS, (1, 2), (1, 2)):
         shape = Shape.uniform(stages, 4, slices=slices, chunks=chunks, placement=placement)
         try:
             program = generate(schedule, shape)
-        except ValueError:  # another shape, then
+        except ValueError:  # the generator does not accept this shape
             continue
         return {op.kind.executor for ops in program.ops for op in ops}
     raise AssertionError(f"schedule {schedule} takes none of the shapes that are tried here")
 
 
 def check_plan_alone(plan: Plan) -> None:
-    """Refuse a plan that no run can have, whatever its arguments; raises PlanError.
+    """Refuse a plan that no training can run, whatever Megatron's arguments; raises PlanError.
 
     Args:
-        plan: A plan that does not contradict itself (``plan.validate.check_plan``).
+        plan: A consistent plan (``plan.validate.check_plan``).
     """
     _check_name(plan.schedule.name)
     _check_parameters(plan)
@@ -205,13 +205,13 @@ def _check_name(name: str) -> None:
 
 
 def schedule_parameters(name: str) -> tuple[str, ...]:
-    """All that a plan may say of a schedule: to its generator, and of the features that go with it."""
+    """Names of all parameters that a plan may give for a schedule: its generator's, and those of its features."""
     features = [o.parameter for f in FEATURES if f.goes_with(name) for o in f.parameters]
     return (*(p for p in inspect.signature(GENERATORS[name]).parameters if p not in _FROM_THE_PLAN), *features)
 
 
 def _check_parameters(plan: Plan) -> None:
-    """Names of all parameters, and values of those that only the generator reads."""
+    """Check the names of all parameters, and the values of those that only the generator reads."""
     name, parameters = plan.schedule.name, plan.schedule.parameters
     known = schedule_parameters(name)
     for given in parameters:
@@ -223,7 +223,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def _unknown(plan: Plan, given: str, known: Sequence[str]) -> PlanError:
-    """The refusal of a parameter that the schedule does not have."""
+    """The error for a parameter that the schedule does not have."""
     hint = ""
     for feature in FEATURES:
         for option in feature.parameters:

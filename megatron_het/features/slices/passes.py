@@ -12,11 +12,11 @@ def slice_orders(shape: Shape, device: int) -> tuple[list[Op], list[Op]]:
 
     Forward: per microbatch, per group of ``2 * stages`` slices, per chunk, the slices of the group.  Backward:
     the exact reverse inside each microbatch, microbatches in order (SlimPipe, section 4.1.2: the last slice
-    goes first, so that its keys and values are released at once).  SlimPipe does not say how chunks and
+    goes first, so that its keys and values are released at once).  The paper does not say how chunks and
     slices interleave.  All groups of at least ``stages`` slices have the same memory and, with equal slices,
-    the same bubble.  In groups of ``stages`` a slice is needed for the next chunk at the moment when it
-    leaves the last stage, so that every transfer there is waited for; in groups of twice that, transfers have
-    the time of ``stages`` slices.  Larger groups put slices of more different attention load side by side.
+    the same bubble.  In groups of ``stages`` the next chunk needs a slice at the moment when it
+    leaves the last stage, so that every such transfer is waited for.  In groups of twice that, transfers have
+    the time of ``stages`` slices.  In larger groups the slices that run at one time differ more in attention.
     """
     chunks = range(len(shape.layers[shape.devices[device].stage]))
     size = 2 * shape.stages
@@ -51,8 +51,8 @@ def _sliced(
 ) -> Program:
     """Merges the slice orders; ``warmup`` per stage, for one replica per stage and for separate pipelines.
 
-    Where stages have different numbers of chunks, the order comes from a simulation.  Every stage may then hold a group
-    of slices more for each chunk that it lacks: these are under way through the chunks of others.
+    Where stages have different numbers of chunks, the order comes from a simulation.  A stage may then hold one more
+    group of slices for each chunk that it lacks: these pass through the chunks of other stages meanwhile.
     """
     listing.require_order(name, order)
     if forward_only:

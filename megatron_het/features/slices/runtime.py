@@ -23,9 +23,9 @@ from megatron_het.runtime.feature import Around, Call, ForwardPass, Iteration, O
 from megatron_het.schedule.cutting import Bounds, Cutting, SlicePart, Starts, documents_in
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
-# How a FORWARD operation is run over one slice of a sequence.
+# Runs a FORWARD operation over one slice of a sequence.
 #
-# Everything that a slice changes is here and in ``megatron_het.attention``.  Training scripts need not know: they
+# All code that depends on slices is here and in ``megatron_het.attention``.  Training scripts need no change: they
 # read a batch and call the model, and for a slice the batch, the sequence length and the positions are those of the
 # slice.
 
@@ -40,11 +40,11 @@ class SlicedSequences(Batches, RuntimeFeature):
         args: Megatron's arguments; ``args.seq_length`` is the slice's while a slice runs, because
             scripts allocate what they receive from other TP ranks by it.
         cutting: Where sequences are cut into slices.
-        programs: This rank's programs; they decide how many key-value chunks live at once.
-        part: Which part of every slice this rank holds.
-        shares: How the ranks of the context-parallel group divide a slice.
-        grain: What the tokens of each are a multiple of.
-        batch: Sequences of the largest microbatch; None where all are alike.
+        programs: This rank's programs; they determine how many key-value chunks are held at once.
+        part: Index of the part of every slice that this rank holds.
+        shares: Relative sizes of the parts of the context-parallel ranks.
+        grain: Number of which the tokens of every part are a multiple.
+        batch: Sequences of the largest microbatch; None where all have the same size.
     """
 
     cuts = True
@@ -94,7 +94,7 @@ class SlicedSequences(Batches, RuntimeFeature):
         self._current.attach(models)
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; with packed documents, their feature says when they are known."""
+        """See :class:`RuntimeFeature`; with packed documents, their feature calls ``documents_known``."""
         if self.documents is None:
             self.documents_known()
 
@@ -117,7 +117,7 @@ class SlicedSequences(Batches, RuntimeFeature):
             self._reserve(model, [passes[chunk] for passes in self._passes.values()])
 
     def _reserve(self, model: torch.nn.Module, modes: "Sequence[Sequence[Pass]]") -> None:
-        """Give the caches of a chunk as many rows as its passes hold at once."""
+        """Size the caches of a chunk for the most rows that its passes hold at once."""
         rows: dict[int | None, int] = {}
         microbatches = {microbatch for passes in modes for microbatch, _, _ in passes}
         for module in core.slice_attentions([model]):
@@ -159,9 +159,9 @@ class SlicedSequences(Batches, RuntimeFeature):
         return tuple(map(part_tokens, self._divided(end - first)))
 
     def _placed_of(self, microbatch: int) -> Placed | None:
-        """Returns who holds which documents of a microbatch; None where places in its slices say it.
+        """Returns which rank holds which documents of a microbatch; None where ranks hold fixed positions.
 
-        Sequences that are computed together are cut alike, so several with other documents are cut by places.
+        The sequences of a microbatch share one cutting, so several with different documents have fixed positions.
         """
         if self.placing is None:
             return None
@@ -178,12 +178,12 @@ class SlicedSequences(Batches, RuntimeFeature):
         return self._placed[microbatch]
 
     def _own_blocks(self, microbatch: int, index: int) -> Blocks:
-        """Returns what this rank holds of a slice."""
+        """Returns the blocks of tokens that this rank holds of slice ``index``."""
         placed, (first, end) = self._placed_of(microbatch), self.bounds(microbatch)[index : index + 2]
         return (self._divided(end - first) if placed is None else placed.by_slice[index])[self._part]
 
     def _blocks(self, op: RankOp) -> Blocks:
-        """Blocks of tokens of the sequence that this rank holds of a slice."""
+        """Blocks of tokens that this rank holds of an operation's slice."""
         first = self.bounds(op.microbatch)[op.slice]
         return tuple((first + a, first + b) for a, b in self._own_blocks(op.microbatch, op.slice))
 
@@ -215,7 +215,7 @@ class SlicedSequences(Batches, RuntimeFeature):
                 cache.drop(op.microbatch)
 
     def check_empty(self) -> None:
-        """All passes of an iteration are done; raises CacheError if keys and values, or states, are left in a cache."""
+        """Raise CacheError if a cache still holds keys and values, or states, at the end of an iteration."""
         for cache in _caches(self._models):
             cache.check_empty()
 
@@ -240,7 +240,7 @@ class SlicedSequences(Batches, RuntimeFeature):
             batch = next(data_iterator)
             if self.documents is not None:
                 batch = self.documents.note(op.microbatch, batch)
-            # Cut on the device: a part of a pinned batch is not pinned, and the host would wait for every copy of one.
+            # Cut on the device: a part of a pinned batch is not pinned, so that the host would wait for its copy.
             self._batches[key] = {
                 name: value.to(self._device, non_blocking=True) if name in _CUT and value is not None else value
                 for name, value in batch.items()
@@ -256,13 +256,13 @@ class SlicedSequences(Batches, RuntimeFeature):
 
 
 def _caches(models: Sequence[torch.nn.Module]) -> Iterator[KVCache | StateCache]:
-    """Yields what the layers of model chunks hold from slice to slice."""
+    """Yields the caches in which the layers of model chunks keep data from slice to slice."""
     yield from core.slice_caches(models)
     yield from state_caches(models)
 
 
 def cut_batch(batch: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
-    """Some blocks of tokens of a batch; masks go: slices are causal, and know themselves where documents begin."""
+    """Some blocks of tokens of a batch, without masks: slice attention is causal and is given the documents."""
     found = {k: v for k, v in batch.items() if k not in _UNSEEN}
     for name in _CUT:
         if found.get(name) is not None:
@@ -274,7 +274,7 @@ Pass = tuple[int, int, bool]  # microbatch, slice, and whether the pass is a for
 
 
 def passes_of(program: RankProgram, chunk: int) -> list[Pass]:
-    """The passes of a chunk in order, that take and give back key-value chunks."""
+    """The passes of a chunk in order, which allocate and free key-value chunks."""
     kinds = {Kind.FORWARD, *INPUT_GRADIENTS}
     found = [op for op in program.ops if op.chunk == chunk and op.kind in kinds]
     return [(op.microbatch, op.slice, op.kind is Kind.FORWARD) for op in found]
@@ -293,13 +293,13 @@ def most_held(passes: Sequence[Pass], tokens: Mapping[int, Sequence[int]] | None
         held = (1,) * (last + 1) if tokens is None else tokens[microbatch]
         live += held[index] if is_forward else -held[index]
         most = max(most, live)
-        if not trains and index == last:  # in evaluation a microbatch goes after its last slice
+        if not trains and index == last:  # in evaluation a microbatch is freed after its last slice
             live -= sum(held)
     return most
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature: forwards run slices from here on, of which one may be the whole sequence."""
+    """Open the feature on this rank: forwards run slices from here on; one slice may be the whole sequence."""
     where, plan = context.placement.locate(context.rank), context.plan
     side = context.boundaries.side(context.rank)
     sequences = SlicedSequences(

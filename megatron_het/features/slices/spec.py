@@ -21,7 +21,7 @@ BY_PART.update(("seq1f1b", "slimpipe"))
 
 _SLICES = "slices"
 _ROPE, _LINEAR = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.tensor_parallel.layers"
-EQUAL, WORK = "equal", "work"  # how long slices are: as long as each other, or as long as equal work makes them
+EQUAL, WORK = "equal", "work"  # lengths of slices: all equal, or chosen for equal work
 
 
 def _needs_number(plan: Plan) -> str:
@@ -30,9 +30,9 @@ def _needs_number(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SliceOptions:
-    """How sequences are cut."""
+    """Number and lengths of slices."""
 
-    # slices per sequence; 1 where only context-parallel ranks share sequences
+    # slices per sequence; 1 where sequences are only divided over context-parallel ranks
     slices: int = option(
         _SLICES,
         1,
@@ -64,7 +64,7 @@ class SliceOptions:
 
 
 class Slices(Feature):
-    """Forward passes over parts of sequences: slices, or what one context-parallel rank holds."""
+    """Forward passes over parts of sequences: slices, or the part of one context-parallel rank."""
 
     name = "slices"
     title = "slices of sequences"
@@ -89,7 +89,7 @@ class Slices(Feature):
         return SliceOptions() if plan.most_cp > 1 else None
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError:
-        """Slices with a schedule of whole sequences."""
+        """The error for slices with a schedule of whole sequences."""
         return not_sliced(plan, given)
 
     def check_plan(self, plan: Plan, options: SliceOptions) -> None:
@@ -108,20 +108,20 @@ class Slices(Feature):
             )
 
     def named(self, plan: Plan) -> str:
-        """Returns what cuts the sequences."""
+        """Returns whether slices or context parallelism cut sequences, as a phrase for messages."""
         return "slices" if is_sliced(plan) else "context parallelism, which cuts sequences as slices do"
 
     def check_arguments(self, plan: Plan, options: SliceOptions, args: Any) -> None:
-        """The table, embeddings of positions, and windows."""
+        """Refuse the arguments of the table, and unsupported position embeddings and windows."""
         super().check_arguments(plan, options, args)
         check_reach(args)
 
     def apply(self, plan: Plan, options: SliceOptions, args: Any) -> None:
-        """Slices are causal; a mask grows as s^2."""
+        """Switch off attention masks in the data: slices are causal, and a mask grows as s^2."""
         args.create_attention_mask_in_dataloader = False
 
     def cutting(self, plan: Plan, args: Any) -> Cutting | None:
-        """Slices; where only context-parallel ranks share sequences, one."""
+        """The plan's slices; a single one where sequences are only divided over context-parallel ranks."""
         return _cutting_of(plan, args) if self.options_of(plan) is not None else None
 
     def shape(self, options: SliceOptions) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def is_sliced(plan: Plan) -> bool:
 
 
 def _token_unit(plan: Plan) -> int:
-    """Returns what the tokens of slices of different length are a multiple of.
+    """Returns the number of which the tokens of slices of different length are a multiple.
 
-    All ranks that share a slice then hold parts of it that are in proportion to its length, in whole exchange units.
+    The ranks that share a slice then hold parts in proportion to its length, in whole exchange units.
     """
     found, units = 1, max(attention_units(plan), 1)
     for replica in (replica for stage in plan.stages for replica in stage.replicas):
@@ -147,7 +147,7 @@ def _token_unit(plan: Plan) -> int:
 
 
 def _can_be_even(plan: Plan, slices: int) -> bool:
-    """Whether slices of one length divide the sequence, and over the ranks that share them."""
+    """Whether slices of equal length divide the sequence, and the ranks that share them divide each slice."""
     length, tokens = plan.model.seq_length, plan.model.seq_length // slices
     if length % slices:
         return False
@@ -181,9 +181,9 @@ def _cutting_of(plan: Plan, args: Any = None) -> Cutting:
 
 
 def keys_per_token(args: Any) -> float:
-    """How many keys a query attends to with as many multiplications as the rest of its layer needs.
+    """Number of keys per query at which attention has as many multiplications as the rest of its layer.
 
-    In a hybrid model, the layers between one with attention and the next count as the rest of it.
+    In a hybrid model, the layers between one attention layer and the next count as the rest of the layer.
     """
     hidden, width = args.hidden_size, args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -210,7 +210,7 @@ def _window_share(args: Any) -> float:
 
 
 def _check_kinds(plan: Plan) -> None:
-    """Refuse layers that hand on along a sequence what its parts do not."""
+    """Refuse sparse attention, which chooses among the keys of a whole sequence."""
     pattern = plan.model.pattern
     if SPARSE_ATTENTION in pattern:
         raise PlanError(

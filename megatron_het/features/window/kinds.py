@@ -1,8 +1,8 @@
-"""Operations of the parameter window: what is gathered and released, reduced and updated, and what they wait for.
+"""Operations of the parameter window: gathers, releases, reductions and updates, and their dependencies.
 
-Parameters are a state per chunk and layer: on the host, sharded on the device, gathered.  Gradients are reduced per
-chunk and layer.  A gather with its first user right after it is on demand: it begins when the user's other data is
-there (nothing is overlapped), except at the start of the iteration, and where devices share layers: parts of these
+Parameters have a state per chunk and layer: on the host, sharded on the device, gathered.  Gradients are reduced per
+chunk and layer.  A gather directly before its first user is on demand: it begins when the user's other data is
+ready (nothing is overlapped).  Exceptions are the start of the iteration, and layers that stages share: their parts
 wait for other stages, whose replicas would wait for the gather.
 """
 
@@ -44,7 +44,7 @@ class Parameters(State):
         layers = held.layers
         self._gathers, self._reduces = Kind.PARAM_GATHER in kinds, Kind.GRAD_REDUCE in kinds
         self._shares = not kinds.isdisjoint(PARTS)
-        # by chunk, the layers whose parameters are materialised
+        # by chunk, the layers whose parameters are gathered
         self.gathered: list[set[int]] = [set() for _ in layers]
         self.reduced: list[set[int]] = [set() for _ in layers]  # by chunk, the layers whose gradients are reduced
         self._on_device = [Kind.PARAM_PREFETCH not in kinds] * len(layers)
@@ -57,7 +57,7 @@ class Parameters(State):
         self._stepped: dict[int, int] = {}
 
     def computes(self, node: int, chunk: int, found: list[int]) -> None:
-        """A pass waits for the gathers of its chunk; a gather right before it waits for what it waits for by then."""
+        """A pass waits for the gathers of its chunk; an on-demand gather before it gets the pass's dependencies."""
         for gathered, gather, waits in self._demanded:
             if gathered == chunk:
                 waits.extend(other for other in found if not gather < other < node)
@@ -65,14 +65,14 @@ class Parameters(State):
         found += self._gathering.pop(chunk, ())
 
     def has_parameters(self, node: int, chunk: int) -> None:
-        """They must be gathered."""
+        """Check that the chunk's parameters are gathered."""
         if self._gathers and not self.held.whole(chunk) <= self.gathered[chunk]:
             missing = self.held.whole(chunk) - self.gathered[chunk]
             text = f"the parameters of layers {shown_ranges(missing)} of chunk {chunk} are not gathered"
             self.held.unfit(node, text)
 
     def makes_gradients(self, node: int, chunk: int) -> None:
-        """They must not be reduced yet."""
+        """Check that the chunk's gradients are not reduced yet."""
         self._backward[chunk] = node
         if self.reduced[chunk] and chunk in self._reduced_by_pass:
             self.reduced[chunk] = set()  # the pass has made new gradients
@@ -80,7 +80,7 @@ class Parameters(State):
             self.held.unfit(node, f"the gradients of chunk {chunk} are already reduced")
 
     def finish(self) -> None:
-        """Nothing stays gathered, nothing unreduced."""
+        """Check that no parameters stay gathered and no gradients unreduced."""
         for chunk, gathered in enumerate(self.gathered):
             if self._gathers and gathered:
                 self.held.unfit(-1, f"the parameters of chunk {chunk} are never released")
@@ -175,7 +175,7 @@ class Parameters(State):
 
 
 class _StateBytes(BytesOf):
-    """Parameters and gradients in bytes."""
+    """Bytes of parameters and gradients over time."""
 
     def __init__(self, held: Holdings, kinds: Set[Kind]) -> None:
         super().__init__(held, kinds)
@@ -195,7 +195,7 @@ class _StateBytes(BytesOf):
         self._updated: set[int] = set()
 
     def computed(self, node: int) -> None:
-        """Allocate what is gathered next after it."""
+        """Allocate the buffers of the gather that follows this operation."""
         if self._gathers:
             self.held.issued = self.held.end[node]
 
@@ -210,7 +210,7 @@ class _StateBytes(BytesOf):
             self.held.found.append((self.held.start[node], self._gradient[chunk], GRADIENTS))
 
     def _moved(self, node: int, op: Op) -> float:
-        """Goes on to the operation; share of the chunk's layers that it gathers, releases or reduces."""
+        """Advance to the operation; returns the share of the chunk's layers that it gathers, releases or reduces."""
         whole, gathered = max(self.held.layers[op.chunk], 1), self._state.gathered[op.chunk]
         before = len(gathered)
         self._walk.step(node, op, [])
@@ -253,7 +253,7 @@ class _StateBytes(BytesOf):
             self._with_gradients.discard(chunk)  # the next pass allocates them again
 
     def step(self, node: int, op: Op) -> None:
-        """Shards of gradients are used up."""
+        """Shards of gradients are freed."""
         self.held.found.append((self.held.end[node], -self._gradient_shard[op.chunk], GRADIENTS))
 
 

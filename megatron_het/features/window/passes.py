@@ -1,4 +1,4 @@
-"""Adds what happens to parameters, gradients and the optimizer (Zorse, sections 4.1.1 and 4.1.2)."""
+"""Adds parameter gathers, gradient reductions and optimizer steps to programs (Zorse, sections 4.1.1 and 4.1.2)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from megatron_het.schedule.transfers import add_transfers, plain_durations
 
 # ZeRO-2 and 3 without a pipeline: gradients are reduced after every pass, parameters gathered for every pass.
 #
-# The collectives of a pass need all replicas of the stage.  A replica with fewer passes than the others takes part
-# in those of the passes that it does not have, with no tokens: its gradients are zeros (Poplar, section 3.2).
+# The collectives of a pass need all replicas of the stage.  A replica with fewer passes than the others also joins
+# the collectives of the passes that it does not have: its gradients are zeros there (Poplar, section 3.2).
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A pass through one chunk that every replica has or sits out."""
+    """A pass through one chunk, which a replica runs or only joins with its collectives."""
 
     turn: int
     chunk: int
@@ -38,7 +38,7 @@ def add_sharded_passes(
     """The program with gathers, releases and reductions.
 
     Args:
-        program: of the generator ``data-parallel``.
+        program: a program of the generator ``data-parallel``.
         zero: 2: all parameters are gathered once and released at the end; 3: a chunk's parameters are gathered for
             its forward and again for its backward.
         prefetch: with ``zero`` 3, how many visits of chunks ahead parameters are gathered.
@@ -48,7 +48,7 @@ def add_sharded_passes(
             the first chunk's backward and its next forward.
 
     Raises:
-        ValueError: another order, parameter operations that are there already, or an option out of range.
+        ValueError: another order, existing parameter operations, or an option out of range.
     """
     if zero not in ZERO_STAGES or prefetch < 0:
         raise ValueError(f"zero = {zero}, prefetch = {prefetch}: zero is 2 or 3, prefetch >= 0")
@@ -72,7 +72,7 @@ def _slots(program: Program, most: int) -> Iterator[_Slot]:
 
 
 def _sharded_visits(slots: list[_Slot], keep_at_turn: bool) -> list[list[int]]:
-    """Slots between whose gather and release a chunk stays open."""
+    """Runs of slots during which a chunk stays open, from its gather to its release."""
     visits: list[list[int]] = []
     for i, slot in enumerate(slots):
         if visits and keep_at_turn and slots[visits[-1][-1]].chunk == slot.chunk:
@@ -94,7 +94,7 @@ class _Passes:
     offload: bool
 
     def device(self, device: int) -> Iterator[Op]:
-        """The device's list; collectives are in the same places of all lists."""
+        """The device's operations; collectives are at the same positions on all devices."""
         own = self._own_passes(device)
         opened = 0
         is_open: set[int] = set()
@@ -121,8 +121,8 @@ class _Passes:
     def _own_passes(self, device: int) -> dict[_Slot, list[Op]]:
         """The device's passes by slot, each with the parts of a split vocabulary that use its chunk.
 
-        In the only stage nobody else waits for them: the output layer comes between the forward and the backward of
-        the last chunk, the embeddings come before the forward and after the backward of the first one.
+        With one stage no other device waits for these parts: the output layer is between the forward and the backward
+        of the last chunk, the embeddings are before the forward and after the backward of the first one.
         """
         chunks = len(self.program.shape.layers[0])
         turns = {m: turn for turn, m in enumerate(self.program.shape.microbatches_of(device))}
@@ -194,16 +194,16 @@ def add_parameters(
         prefetch: how many visits ahead parameters are gathered; 0 gathers right before use.
         per_layer: one PARAM_GATHER and one GRAD_REDUCE per layer, so that compute can start with the first.
         offload: parameter shards live on the host: PARAM_PREFETCH before the gather, PARAM_OFFLOAD after use.
-        keep_at_turn: when the first backward visit is of the chunk that was forwarded last, keep it.
+        keep_at_turn: keep the chunk of the last forward visit open if it is also that of the first backward visit.
         per_operation: every operation is a visit of its own: gathers per microbatch, as in ZeRO-3.
         step: ``"ministage"``: OPTIMIZER_STEP one visit after the chunk's reduction, overlapping the next
             backward (the paper; breaks gradient clipping by the global norm and skipped steps);
             ``"end"``: all steps after all reductions (exact); ``"none"``: no OPTIMIZER_STEP.
-        late: (stage, chunk) of chunks that are stepped after all others, whatever ``step`` says, but for none: their
-            gradients are also those of another stage.
+        late: (stage, chunk) of chunks that are stepped after all others, unless ``step`` is ``"none"``: their
+            gradients are summed with those of another stage.
 
     Raises:
-        ValueError: parameter operations are there already, an option is out of range, or the replicas of a
+        ValueError: the program has parameter operations already, an option is out of range, or the replicas of a
             stage visit chunks in different orders.
     """
     if prefetch < 0 or step not in STEPS:
@@ -323,13 +323,13 @@ _PLACED = where(lambda kind: kind in RECEIVES or kind.role is Role.TRANSFER)  # 
 
 
 def post_together(program: Program, *, speeds: Sequence[float] | None = None) -> Program:
-    """The program whose replicas come to what they gather and reduce together at one point of one order of all.
+    """The program whose replicas post each joint gather or reduction at the same point of one global order.
 
-    Such an operation is posted ahead of its use, and a replica that posts it waits for nobody.  But where the host
-    waits for the device before the others have posted theirs (a kernel is launched for the first time, memory is
-    pinned), they must not need anything of this replica until then.  So posts move among the transfers around them, and
-    those of replicas that are ahead may move up to the use: the operation does not run before the last one anyway.
-    Where that does not help, transfers are placed anew, with what is gathered and reduced in mind.
+    A collective is posted ahead of its use, and posting it does not block.  But the host of a replica may have to
+    wait for the device before the others have posted theirs (first launch of a kernel, pinned allocation).  Until then
+    the others must not depend on this replica.  So posts move among the transfers around them.  Posts of replicas that
+    are ahead may move up to the use, because the collective runs only when the last replica has posted it.
+    Where that does not help, transfers are placed anew, together with the collectives.
 
     Args:
         speeds: See :func:`~megatron_het.schedule.transfers.add_transfers`.
@@ -348,11 +348,11 @@ def post_together(program: Program, *, speeds: Sequence[float] | None = None) ->
         except ScheduleError:
             return program
         found = _in_order(graph, graph.teams())
-    return found or program  # the validator says what waits for what
+    return found or program  # the validator reports the cycle
 
 
 def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
-    """The program with collectives at the places of one order; None where there is none."""
+    """The program with its collectives in one global order; None if there is no such order."""
     program = graph.program
     try:
         _, end, _ = replay(graph, plain_durations(program, graph))
@@ -371,9 +371,9 @@ def _in_order(graph: Graph, teams: Sequence[Sequence[int]]) -> Program | None:
 
 
 def _spans(graph: Graph, wanted: set[int]) -> dict[int, tuple[Sequence[int], Sequence[int]]]:
-    """Operations of its device after which, and before which, every wanted collective or copy to or from the host is.
+    """For every wanted collective or host copy, the operations of its device that must stay before and after it.
 
-    Transfers are passed, and up to the use of its parameters a collective passes all but other collectives.
+    It may move past transfers.  Up to the use of its parameters a collective may move past all but other collectives.
     """
     ops, spans = graph.ops, dict[int, tuple[Sequence[int], Sequence[int]]]()
     has_copies = not graph.kinds.isdisjoint(_COPIES)

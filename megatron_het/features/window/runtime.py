@@ -26,8 +26,8 @@ from megatron_het.schedule.kinds import Direction, chunk_of, executed_by
 
 # The parameter window of Zorse (sections 4.1.1 and 4.1.2): what parameter operations do.
 #
-# The Program says when; this file holds no schedule.  PARAM_GATHER opens a ministage (after the
-# update that it may still owe), PARAM_RELEASE closes it, GRAD_REDUCE reduces its gradients to shards,
+# The Program decides when; this file holds no schedule.  PARAM_GATHER opens a ministage (after its
+# pending update), PARAM_RELEASE closes it, GRAD_REDUCE reduces its gradients to shards,
 # OPTIMIZER_STEP updates it at once, PARAM_PREFETCH and PARAM_OFFLOAD move its shards between host and
 # device.
 
@@ -36,9 +36,9 @@ from megatron_het.schedule.kinds import Direction, chunk_of, executed_by
 class ParameterWindow(RuntimeFeature):
     """All chunks of a rank, with the operations that open, close and update them.
 
-    Chunks are closed as soon as they have been built (``adopt``).  Before ``take_over``, which comes with the loading
-    of a checkpoint or the first iteration of training, operations do nothing: what needs whole parameters before then,
-    as an evaluation without training, opens all of them (``materialise``).
+    Chunks are closed as soon as they have been built (``adopt``).  ``take_over`` is called when a checkpoint is loaded
+    or the first iteration of training begins.  Before that, operations do nothing: an evaluation without training
+    opens all chunks (``materialise``).
     """
 
     options: WindowOptions  # from the plan
@@ -47,8 +47,8 @@ class ParameterWindow(RuntimeFeature):
     # whether this rank's token counts are part of the global one (one TP rank of every replica of the last stage)
     counts_tokens: bool
     sums: StageSums | None = None  # sums beyond the replicas that share shards
-    divisor: int = 1  # what losses were divided by (``Plan.loss_divisor``)
-    shares: tuple[float, ...] | None = None  # this rank's stage's shares of its state, None for equal ones
+    divisor: int = 1  # divisor of the losses (``Plan.loss_divisor``)
+    shares: tuple[float, ...] | None = None  # shares of the state of this rank's stage, None for equal ones
 
     roles = ("stage",)
 
@@ -67,7 +67,7 @@ class ParameterWindow(RuntimeFeature):
     # -- life ----------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterWindow":
-        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        """Return the object itself: Megatron copies configurations, with their hooks, for layers of experts."""
         return self
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -84,10 +84,10 @@ class ParameterWindow(RuntimeFeature):
         """Take over chunks that Megatron's DDP has just wrapped, and close them.
 
         Args:
-            models: In the order of the chunks; may be called for one after the other.
+            models: Chunks in order, all at once or one per call.
 
         Returns:
-            The same, as Megatron expects it of a hook that runs after wrapping.
+            ``models``, as Megatron expects of a hook that runs after wrapping.
         """
         from megatron.core.distributed import DistributedDataParallel
 
@@ -98,12 +98,12 @@ class ParameterWindow(RuntimeFeature):
         return models
 
     def before_loading(self, models: Sequence[Any], optimizer: Any) -> None:
-        """See :class:`RuntimeFeature`; from here on state is where it is between updates, one ministage at a time."""
+        """See :class:`RuntimeFeature`; from here on ministages are closed, with their state as between updates."""
         if optimizer is not None:
             self.take_over(models, optimizer)
 
     def take_over(self, models: Sequence[Any], optimizer: Any) -> None:
-        """Take over the optimizer, and what open chunks have been given, once, and close all chunks."""
+        """Take over the optimizer and the contents of open chunks (first call only), and close all chunks."""
         if self._optimizer is not None:
             return
         from megatron.core.utils import get_model_config
@@ -130,7 +130,7 @@ class ParameterWindow(RuntimeFeature):
             self._optimizer.fetch_all()
 
     def settle(self) -> None:
-        """See :class:`RuntimeFeature`; before ``take_over`` all parameters are made whole."""
+        """See :class:`RuntimeFeature`; before ``take_over`` all parameters are gathered."""
         if self._optimizer is None:
             self.materialise()
             return
@@ -143,7 +143,7 @@ class ParameterWindow(RuntimeFeature):
 
     @torch.no_grad()
     def copies(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """See :class:`RuntimeFeature`; of closed ministages, one of which is whole at a time."""
+        """See :class:`RuntimeFeature`; closed ministages are gathered one at a time and copied."""
         wanted, found = set(parameters), dict[torch.Tensor, torch.Tensor]()
         if self._optimizer is not None:
             self._optimizer.give_back()
@@ -163,7 +163,7 @@ class ParameterWindow(RuntimeFeature):
         return found
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`; before training all parameters are whole."""
+        """See :class:`RuntimeFeature`; before training all parameters are gathered."""
         if not call.forward_only:
             self.take_over(call.models, call.optimizer)
         elif self._optimizer is None:
@@ -171,7 +171,7 @@ class ParameterWindow(RuntimeFeature):
         self.restart()
 
     def restart(self) -> None:
-        """An iteration or evaluation begins: whatever ``materialise`` left open is closed."""
+        """Close the chunks that ``materialise`` left open, at the start of an iteration or evaluation."""
         if self._optimizer is None:
             return
         for chunk in self._chunks:
@@ -184,7 +184,7 @@ class ParameterWindow(RuntimeFeature):
         self.use.restart()
 
     def end_when_waited_for(self) -> None:
-        """Gradients are freed at the same place whenever reductions end."""
+        """Free gradients at a fixed operation, whenever their reductions end."""
         self.use.ends_when_waited_for = True
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
@@ -192,13 +192,13 @@ class ParameterWindow(RuntimeFeature):
         return {"window": self.use.as_json()}
 
     def kept(self) -> dict[str, list[torch.Tensor]]:
-        """Shards of parameters and of reduced gradients, besides what Megatron's buffers hold."""
+        """Shards of parameters and of reduced gradients, besides Megatron's buffers."""
         buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
         gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         return {"parameters": [bucket.shard for bucket in buckets], "gradients": gradients}
 
     def close(self) -> None:
-        """Free every buffer and let go of Megatron's optimizer and models."""
+        """Free every buffer and drop the references to Megatron's optimizer and models."""
         if self._optimizer is not None:
             self._optimizer.detach()
         for chunk in self._chunks:
@@ -211,9 +211,9 @@ class ParameterWindow(RuntimeFeature):
     # -- what the executor calls ---------------------------------------------------------------
 
     def losses_known(self, call: Call, state: Iteration) -> None:
-        """Begin to add up the tokens of all ranks, where updates inside the iteration are divided by them.
+        """Start the all-reduce of token counts, if updates inside the iteration divide gradients by the total.
 
-        An update on one stage waits for all of them, and the backwards of another stage may come after that update.
+        It cannot wait for the backwards: an update on one stage may come before backwards of another stage.
         """
         assert state.num_tokens is not None
         if self._optimizer is not None and self.options.updates_early:
@@ -249,7 +249,7 @@ class ParameterWindow(RuntimeFeature):
     def before_part(self, op: RankOp, state: Iteration) -> None:
         """See :class:`RuntimeFeature`; the rows of a split vocabulary are in the first and the last chunk.
 
-        A forward needs the parameters alone.
+        A forward needs only the parameters.
         """
         if self._optimizer is None:
             return
@@ -260,11 +260,11 @@ class ParameterWindow(RuntimeFeature):
             self._chunks[chunk].wait()
 
     def before_backward(self, chunk: int) -> None:
-        """Parameters are there and gradients are allocated when this returns."""
+        """Wait for the chunk's parameters and allocate its gradients."""
         if self._optimizer is None:
             return
         for c in sorted(self._reducing):
-            if c == chunk or not self._chunks[c].is_reducing():  # a pass adds to no gradients under reduction
+            if c == chunk or not self._chunks[c].is_reducing():  # a pass must not add to gradients that are being reduced
                 self._finish_reduction(c)
         self._chunks[chunk].wait()
         self._chunks[chunk].open_gradients()
@@ -273,7 +273,7 @@ class ParameterWindow(RuntimeFeature):
 
     @torch.no_grad()
     def finalize(self, _model: Any, num_tokens: torch.Tensor | None = None, **_unused: Any) -> None:
-        """In place of ``finalize_model_grads``: finish reductions and divide by the global tokens."""
+        """Replaces ``finalize_model_grads``: finish reductions and divide by the global number of tokens."""
         for c in sorted(self._reducing):
             self._finish_reduction(c)
         if self.options.updates_early:
@@ -309,7 +309,7 @@ class ParameterWindow(RuntimeFeature):
             self._chunks[c].open()
 
     def _update(self, c: int) -> None:
-        """Bring the shards of a closed ministage up to date."""
+        """Apply the pending update to the shards of a closed ministage."""
         if self._chunks[c].is_open:
             return
         with self._chunks[c].side.following():
@@ -321,7 +321,7 @@ class ParameterWindow(RuntimeFeature):
 
     def _reduce(self, c: int, start: int, stop: int) -> None:
         chunk = self._chunks[c]
-        if chunk.has_reduced(start, stop):  # by the pass before this one, and this replica sits this one out
+        if chunk.has_reduced(start, stop):  # by the previous pass; this replica does not have the current one
             self._finish_reduction(c)
         if c not in self._reducing:
             for other in sorted(self._reducing):
@@ -332,7 +332,7 @@ class ParameterWindow(RuntimeFeature):
         chunk.reduce(start, stop)
 
     def _before_reduction(self, chunk: ChunkWindow) -> None:
-        """Does to whole gradients what upstream does: sums over the TP group, checks."""
+        """Apply upstream's steps to gradients before reduction: sums over the TP group, checks."""
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
         _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self.tp_group)
@@ -357,7 +357,7 @@ class ParameterWindow(RuntimeFeature):
             if bucket.host is not None:  # a shard that comes back for a late step
                 bucket.host.wait()
         self._sum_over_ends(c)
-        self._sums.over_classes(self._chunks[c])  # all replicas of a stage get here, in one order
+        self._sums.over_classes(self._chunks[c])  # all replicas of a stage call this in one order
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()
@@ -381,7 +381,7 @@ class ParameterWindow(RuntimeFeature):
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature."""
+    """Open the parameter window on this rank."""
     counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
     groups = context.groups
     tied = tied_exchange(groups) if tied_copies(context.plan) else None

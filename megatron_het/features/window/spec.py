@@ -28,7 +28,7 @@ _FSDP = (
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """How parameters are sharded and opened."""
+    """How parameters are sharded and gathered."""
 
     # ministages that are opened ahead of the current one; 0 opens right before use
     prefetch: int = option("prefetch", 1)
@@ -77,7 +77,7 @@ class WindowOptions:
         help="with --het-schedule data-parallel: 2 reduces gradients to shards after every pass, 3 also gathers "
         "parameters for every pass (ZeRO-2 and 3); ZeRO-1 is --use-distributed-optimizer without this flag",
     )
-    # where a program that is only looked at has its updates (``add_parameters``); a plan has them where ``update`` says
+    # place of the updates in a program that is only shown (``add_parameters``); for a plan, ``update`` decides
     steps: str = ""
     # (stage, chunk) of ministages that are updated last, because they have copies of tied embeddings
     late: tuple[Place, ...] = ()
@@ -89,7 +89,7 @@ class WindowOptions:
 
 
 class Window(Feature):
-    """A stage's parameters are divided over its replicas; few ministages are whole at a time."""
+    """Divides a stage's parameters over its replicas; only a few ministages are gathered at a time."""
 
     name = "window"
     title = "parameter window"
@@ -153,27 +153,27 @@ class Window(Feature):
     )
 
     def viewed(self, flags: Mapping[str, Any]) -> WindowOptions | None:
-        """Whole chunks, with updates where ``--step`` says."""
+        """Options for the command line's view: whole chunks, with updates at the place of ``--step``."""
         if not flags["parameters"]:
             return None
         return WindowOptions(flags["prefetch"], per_layer=False, offload=flags["offload"], steps=flags["step"])
 
     def options_of(self, plan: Plan) -> WindowOptions | None:
-        """With the ministages that have copies of the embedding."""
+        """The options, completed by the ministages that have copies of tied embeddings."""
         options: WindowOptions | None = super().options_of(plan)
         if options is None or not plan.model.embeds_twice or plan.path[0] == plan.path[-1]:
             return options
         return replace(options, late=(plan.path[0], plan.path[-1]))
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError | None:
-        """A window with another schedule."""
+        """The error for a window with another schedule."""
         if given is not self.switch:
             return None
         problem = f"schedule {plan.schedule.name} has no parameter window"
         return PlanError(given.flag, plan.schedule.parameters["window"], problem, f"Use --het-schedule {SCHEDULE}")
 
     def check_off(self, plan: Plan) -> None:
-        """Refuse unequal shares of a stage's state."""
+        """Refuse unequal shares of a stage's state without a window."""
         for s, stage in enumerate(plan.stages):
             if state_shares(stage) is not None:
                 raise PlanError(
@@ -213,7 +213,7 @@ class Window(Feature):
             )
 
     def check_copies(self, plan: Plan, options: WindowOptions) -> None:
-        """Refuse two norms for one weight."""
+        """Refuse updates by which two gradient norms would clip the copies of one weight."""
         if options.update == "per-ministage":
             raise PlanError(
                 "schedule.parameters.update",
@@ -223,13 +223,13 @@ class Window(Feature):
             )
 
     def check_arguments(self, plan: Plan, options: WindowOptions, args: Any) -> None:
-        """The table, and what needs all gradients at once."""
+        """Refuse the arguments of the table, and options that need all gradients at once."""
         super().check_arguments(plan, options, args)
         if options.update in ("at-once", "per-ministage"):
             _check_early(plan, args, options.update)
 
     def apply(self, plan: Plan, options: WindowOptions, args: Any) -> None:
-        """Both overlaps are what a window does itself; nothing is left for Megatron's buckets."""
+        """Switch off Megatron's overlaps: the window overlaps gathers and reductions itself."""
         args.overlap_grad_reduce = args.overlap_param_gather = False
 
     def after_transfers(self, program: Program, options: WindowOptions) -> Program:
@@ -243,13 +243,13 @@ class Window(Feature):
         return add_parameters(program, **opening, per_operation=options.per_microbatch, step=step, late=options.late)
 
     def in_order(self, program: Program, options: WindowOptions, speeds: Sequence[float] | None) -> Program:
-        """The program whose replicas come together to what they gather and reduce."""
+        """The program in which replicas reach their gathers and reductions in one order."""
         from megatron_het.features.window.passes import post_together
 
         return post_together(program, speeds=speeds)
 
     def price(self, costs: Costs, options: WindowOptions, program: Program, figures: Figures) -> Costs:
-        """Gathers and reductions over the stage's replicas; shards from and to the host."""
+        """Add the costs of gathers and reductions over the stage's replicas, and of shards from and to the host."""
         copies = _by_layers(program, figures.host_copy_s) if options.offload else ()
         return replace(
             costs,
@@ -261,7 +261,7 @@ class Window(Feature):
 
 
 def _check_shared_rows(plan: Plan, options: WindowOptions) -> None:
-    """Refuse what cannot be where all stages have rows of the vocabulary, which its flag switches on."""
+    """Refuse options that cannot be combined with a split vocabulary."""
     if not rows_are_shared(plan):
         return
     switch = "--het-vocabulary-parallel"
@@ -285,7 +285,7 @@ def _check_shared_rows(plan: Plan, options: WindowOptions) -> None:
 
 
 def _check_zero(plan: Plan, options: WindowOptions) -> None:
-    """ZeRO-2 and 3 are the window's form without a pipeline, and only there."""
+    """Refuse ``zero`` with ministages, and without a pipeline a window that does not set it to 2 or 3."""
     where, alone = "schedule.parameters.zero", plan.schedule.name == ALONE
     if not alone and options.zero:
         problem = f"is for schedule {ALONE}; schedule {plan.schedule.name} gathers and reduces once per iteration"
@@ -302,7 +302,7 @@ def _check_zero(plan: Plan, options: WindowOptions) -> None:
 
 
 def _check_early(plan: Plan, args: Any, update: str) -> None:
-    """Refuses what needs all gradients beside updates that are never taken back."""
+    """Refuse arguments that need all gradients together with updates that are never undone."""
     where, advice = "schedule.parameters.update", 'Use "exact" or "undo", or switch the option off'
     if args.clip_grad > 0 and update == "at-once":
         raise PlanError(where, update, f"--clip-grad {args.clip_grad} needs the norm of all gradients", advice)
@@ -321,7 +321,7 @@ def _check_early(plan: Plan, args: Any, update: str) -> None:
 
 
 def _by_layers(program: Program, whole: Sequence[float]) -> PerChunk:
-    """A figure of each device's stage, divided over its chunks by their layers."""
+    """Divide a figure of each device over its chunks in proportion to their layers."""
     rows = []
     for device, value in zip(program.devices, whole, strict=True):
         layers = program.shape.layers[device.stage]
