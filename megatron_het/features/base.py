@@ -62,7 +62,7 @@ class Option:
     problem: Text = ""  # error text for a value that ``accepts`` refuses
     where: str = ""  # name of the option in errors; the parameter's place in the plan, if empty
     field: str = ""  # name of the options' field, "" for a switch
-    on_host: Any = None  # the value that offloads as much as possible to main memory; None if the option offloads nothing
+    on_host: Any = None  # the value that offloads most to main memory; None if the option offloads nothing
 
     def check(self, value: Any, plan: Plan) -> None:
         """Refuse a value of the wrong type or out of range; raises PlanError."""
@@ -133,7 +133,7 @@ class ViewFlag:
 
     flag: str  # with leading hyphens
     help: str  # help text
-    default: bool | int | str = False  # value without the flag: False makes the flag a switch, a number makes it a count
+    default: bool | int | str = False  # value without the flag: False makes a switch of it, a number a count
     most: int = 0  # the largest count
     choices: tuple[str, ...] = ()  # the values of a flag with few
 

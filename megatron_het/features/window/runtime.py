@@ -264,7 +264,7 @@ class ParameterWindow(RuntimeFeature):
         if self._optimizer is None:
             return
         for c in sorted(self._reducing):
-            if c == chunk or not self._chunks[c].is_reducing():  # a pass must not add to gradients that are being reduced
+            if c == chunk or not self._chunks[c].is_reducing():  # a pass must not add to these
                 self._finish_reduction(c)
         self._chunks[chunk].wait()
         self._chunks[chunk].open_gradients()
