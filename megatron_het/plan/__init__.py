@@ -1,11 +1,11 @@
-"""Plans: what runs where, as plain data.
+"""Plans: the assignment of layers and microbatches to ranks, as plain data.
 
 A plan names the stages of the pipeline, the replicas of each stage, the ranks of
 each replica (its tensor-parallel group), the layers of each stage and the
 microbatches of each replica.  Planner, schedule generators, runtime, tests and
 people read the same file.  This package needs the standard library only.
 
-Open ``schema.py`` first: all fields of a plan.  ``validate.py`` checks them, ``placement.py`` says where a rank is.
+Read ``schema.py`` first: all fields of a plan.  ``validate.py`` checks them, ``placement.py`` locates ranks in it.
 """
 
 from megatron_het.plan.placement import Location, Placement

@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from megatron_het.plan.schema import Cut, Plan, PlanError, Replica, Stage
 from megatron_het.schedule.ir import Place
 
-# Parts that the ranks of a plan hold: rows of a split vocabulary, and tokens of a slice.  Pure arithmetic.
+# Parts held by the ranks of a plan: rows of a split vocabulary, and tokens of a slice.  Pure arithmetic.
 
 
-# Which stage holds how many rows of a split vocabulary (beyond SlimPipe, section 4.3, which divides them equally).
+# Rows of a split vocabulary on each stage (beyond SlimPipe, section 4.3, which divides them equally).
 #
-# A fast stage may hold more rows (``vocabulary_shares`` of the schedule), so that all stages take as long for their
-# parts of the output layer.
+# A fast stage may hold more rows (``vocabulary_shares`` of the schedule), so that all stages take equally long for
+# their parts of the output layer.
 
 PARAMETER = "vocabulary_shares"  # of the plan's schedule: one whole number per stage
-_MOST_PARTS = 256  # rows are given to stages in so many equal parts at most; so checkpoints have few pieces per rank
+_MOST_PARTS = 256  # most equal parts into which rows are divided, so that checkpoints have few pieces per rank
 
 
 def vocabulary_shares(plan: Plan) -> tuple[int, ...] | None:
-    """Returns what each stage holds of the rows, relative to the others; None if all hold as many, but for a part."""
+    """Returns the relative number of rows of each stage; None if all stages hold equally many, up to one part."""
     given = plan.schedule.parameters.get(PARAMETER)
     return None if given is None else tuple(given)
 
 
 def tp_unit(plan: Plan) -> int:
-    """Rows of a stage are a multiple of this, so that every TP size of the plan divides them."""
+    """Number of which the rows of a stage are a multiple, so that every TP size of the plan divides them."""
     return math.lcm(*(r.tp for s in plan.stages for r in s.replicas))
 
 
@@ -37,7 +37,7 @@ def stage_rows(plan: Plan, total: int) -> tuple[int, ...]:
     """Rows of the vocabulary on each stage.
 
     Args:
-        plan: Its stages, and their shares if it has any.
+        plan: Gives the stages, and their shares if it has any.
         total: Rows of the whole vocabulary, padded.
 
     Returns:
@@ -60,7 +60,7 @@ def stage_rows(plan: Plan, total: int) -> tuple[int, ...]:
 
 
 def _rounded(parts: int, shares: Sequence[int]) -> list[int]:
-    """Parts by shares, at least one each; what rounding leaves over goes where most was cut off."""
+    """Parts in proportion to shares, at least one each; the remainder goes to the largest rounding losses."""
     spare, total = parts - len(shares), sum(shares)
     counts = [1 + spare * share // total for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda s: (-(spare * shares[s] % total), s))
@@ -69,13 +69,13 @@ def _rounded(parts: int, shares: Sequence[int]) -> list[int]:
     return counts
 
 
-# Which tokens of a slice the context-parallel ranks of a replica hold.
+# Tokens of a slice on the context-parallel ranks of a replica.
 
 Blocks = Sequence[tuple[int, int]]  # blocks ``[first, end)`` of tokens
 
 
 def block_step(grain: int) -> int:
-    """Tokens that blocks are a multiple of, so that the two blocks of a rank are a multiple of ``grain``."""
+    """Number of which the tokens of a block are a multiple, so that a rank's two blocks are a multiple of ``grain``."""
     return grain // math.gcd(grain, 2)
 
 
@@ -88,15 +88,15 @@ def token_blocks(shares: Sequence[int], tokens: int, grain: int = 1) -> list[tup
     """The blocks of ``tokens`` tokens that each context-parallel rank holds, in order.
 
     The first half of the tokens is cut by the shares, and the second half is its mirror image: rank k has the k-th
-    block from the start and the k-th from the end.  A token attends to the tokens before it, so the two blocks of a
-    rank attend to ``tokens`` / 2 others in the mean, whatever the rank.  Work in attention is thus as the shares say,
+    block from the start and the k-th from the end.  A token attends to the tokens before it, so the tokens of a rank
+    attend to ``tokens`` / 2 others on average, whatever the rank.  So attention is in proportion to the shares,
     like all other work.
 
     Args:
-        shares: How much each rank gets, relative to the others; positive.
+        shares: Relative number of tokens of each rank; positive.
         tokens: Tokens of a slice, or of a sequence that is not cut into slices.  A multiple of 2 and of ``grain``, and
             at least ``least_tokens``, where there are several ranks.
-        grain: What the tokens of every rank are a multiple of.
+        grain: Number of which the tokens of every rank are a multiple.
     """
     if len(shares) == 1:
         return [((0, tokens),)]
@@ -116,19 +116,19 @@ def part_tokens(blocks: Blocks) -> int:
     return sum(end - first for first, end in blocks)
 
 
-# Packed documents by rank: most are on one rank as a whole, and only long ones are spread over several, so that few
-# queries travel.  Every rank has as many tokens of a slice as it has without, so that no other shape changes.
+# Placement of packed documents: most are whole on one rank, and only long ones are spread over several, so that few
+# queries are sent.  Every rank has as many tokens of a slice as without this placement, so that no shape changes.
 
 DOCUMENTS = "cp_documents"  # of the plan's schedule
 CUT, WHOLE = "cut", "whole"
-"""Where packed documents are: cut where the places of ranks in a slice end, or on one rank if it has room for them."""
+"""Placement of packed documents: cut at fixed positions of a slice, or whole on one rank if it has room."""
 Piece = tuple[int, int]  # tokens ``[first, end)`` of a slice that belong to one document
-_LATER = 0.1  # how much longer than the others a rank may take, before a document that it has as a whole is spread
+_LATER = 0.1  # share by which a rank may take longer than the others before one of its whole documents is spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Holds where documents are; one object of every microbatch, so that it can be compared as such."""
+    """The placement of a microbatch's documents; one object per microbatch, compared by identity."""
 
     # of every slice, the tokens that each context-parallel rank holds, counted from the slice's start
     by_slice: Sequence[Sequence[Blocks]]
@@ -138,14 +138,14 @@ class Placed:
 class DocumentPlacing:
     """Places documents on the ranks of a replica.
 
-    Messages between replicas are cut as the tokens of ``token_blocks`` are, which the documents take the places of.  So
-    all replicas have the same order of tokens: that of the one with the most ranks.
+    Messages between replicas are cut at the positions of ``token_blocks``, into which the tokens of documents are put.
+    So all replicas have the same order of tokens: that of the replica with the most ranks.
     """
 
-    shares: Sequence[int]  # how the ranks of that replica divide a slice
-    grain: int  # what the tokens of each are a multiple of
-    own_shares: Sequence[int]  # the same of this replica
-    own_grain: int  # likewise
+    shares: Sequence[int]  # parts of a slice on the ranks of the replica with the most ranks
+    grain: int  # number of which the tokens of each part are a multiple
+    own_shares: Sequence[int]  # ``shares`` of this replica
+    own_grain: int  # ``grain`` of this replica
 
     def blocks(self, pieces: Sequence[Piece], keys_per_token: float) -> list[Blocks]:
         """Returns the tokens of a slice on each rank of this replica; see :func:`placed_documents`."""
@@ -159,13 +159,13 @@ class DocumentPlacing:
 def placed_documents(pieces: Sequence[Piece], room: Sequence[int], keys_per_token: float) -> list[Blocks]:
     """Returns the tokens of a slice on each of several ranks, ascending.
 
-    The longest come first.  A document is on the rank with the least attention of those that have room for it.  It is
-    spread where none has, or where its attention alone would take one rank too long.
+    The longest documents are placed first.  A document goes to the rank with the least attention of those with room for
+    it.  It is spread where none has room, or where its attention alone would take one rank too long.
 
     Args:
-        pieces: Of the slice, which they are together.
-        room: Tokens of each rank, together those of the slice.
-        keys_per_token: How many keys a query attends to in the time that the rest of its layers takes.
+        pieces: The documents of the slice, which they cover.
+        room: Tokens of each rank; they add up to the slice.
+        keys_per_token: Number of keys to which a query attends in the time of the rest of its layers.
     """
     left, load, found = list(room), [0.0] * len(room), [list[Piece]() for _ in room]
     even = sum(_pairs(end - first) for first, end in pieces) / sum(room)
@@ -180,7 +180,7 @@ def placed_documents(pieces: Sequence[Piece], room: Sequence[int], keys_per_toke
             in_order, ranks = iter(sorted(range(len(room)), key=lambda r: (-left[r], load[r] / room[r]))), []
             while sum(left[r] for r in ranks) < tokens or most * sum(room[r] for r in ranks) < _pairs(tokens):
                 ranks.append(next(in_order))
-        # A long one is cut as a sequence is, and one that only found no room in as few parts as can be.
+        # A long document is cut as a sequence is; one that only lacked room is cut into as few parts as possible.
         parts = _shared(tokens, ranks, left, room) if is_long else _filled(tokens, ranks, left)
         cuts = [(rank, parts[rank] - (parts[rank] // 2 if is_long else 0)) for rank in ranks]
         for rank, size in (*cuts, *((rank, parts[rank] - size) for rank, size in reversed(cuts))):
@@ -196,7 +196,7 @@ def _pairs(tokens: int) -> int:
 
 
 def _shared(tokens: int, ranks: Sequence[int], left: Sequence[int], room: Sequence[int]) -> dict[int, int]:
-    """Returns the tokens of a document on each of some ranks: in proportion to their room, as far as it is left."""
+    """Returns the tokens of a document on each of some ranks: in proportion to ``room``, at most what is left."""
     found, free, shares = {}, sum(left[rank] for rank in ranks), sum(room[rank] for rank in ranks)
     for rank in sorted(ranks, key=lambda rank: left[rank] / room[rank]):
         free -= left[rank]
@@ -206,7 +206,7 @@ def _shared(tokens: int, ranks: Sequence[int], left: Sequence[int], room: Sequen
 
 
 def _filled(tokens: int, ranks: Sequence[int], left: Sequence[int]) -> dict[int, int]:
-    """Returns the tokens of a document on each of some ranks, of which all but the last one are full then."""
+    """Returns the tokens of a document on each of some ranks, filled one after the other."""
     found = {}
     for rank in ranks:
         found[rank] = min(tokens, left[rank])
@@ -215,7 +215,7 @@ def _filled(tokens: int, ranks: Sequence[int], left: Sequence[int]) -> dict[int,
 
 
 def joined(blocks: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Returns blocks with neighbours as one, and without empty ones."""
+    """Returns blocks with adjacent ones merged and empty ones removed."""
     found: list[Piece] = []
     for first, end in blocks:
         if found and found[-1][1] == first:
@@ -226,11 +226,11 @@ def joined(blocks: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _moved(placed: Sequence[Blocks], places: Sequence[Blocks], own: Blocks) -> Blocks:
-    """Returns the tokens that are in some places, in their order.
+    """Returns the tokens at some positions, in the order of these.
 
     Args:
         placed: Tokens of each rank.
-        places: Of each rank, as many.
+        places: Positions of each rank, equally many.
     """
     steps: list[tuple[int, int, int]] = []  # place, token and how many
     for tokens, where in zip(placed, places, strict=True):
@@ -251,10 +251,10 @@ def _rows(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
         row += end - first
 
 
-# Which replica of each stage runs which microbatch: Zorse's rule (section 4.2).
+# Routing of microbatches to the replicas of each stage: Zorse's rule (section 4.2).
 #
-# All of it is computed when a plan is made, from measured or modelled times.  A replica's *share* is how
-# many microbatches it runs; the rule says which ones: the i-th microbatch that a stage completes goes to
+# It is computed when a plan is made, from measured or modelled times.  A replica's *share* is its number
+# of microbatches.  The rule chooses them: the i-th microbatch that a stage completes goes to
 # the replica of the next stage with the i-th most remaining work.
 
 
@@ -272,7 +272,7 @@ def shares(seconds: Sequence[float], total: int) -> list[int]:
     if total < len(seconds):
         raise PlanError("microbatches", total, f"are fewer than the {len(seconds)} replicas of a stage")
     counts = [1] * len(seconds)
-    ends = [(2 * second, q) for q, second in enumerate(seconds)]  # if it took one more
+    ends = [(2 * second, q) for q, second in enumerate(seconds)]  # time with one more microbatch
     heapq.heapify(ends)
     for _ in range(total - len(seconds)):
         end, q = heapq.heappop(ends)
@@ -290,7 +290,7 @@ def route(
         seconds: ``seconds[s][q]``: time of one microbatch on replica q of stage s.
         counts: Shares per stage and replica; by default those of :func:`shares`.
     """
-    completed = [(0.0, m) for m in range(total)]  # all are there for the first stage
+    completed = [(0.0, m) for m in range(total)]  # all are ready for the first stage
     ids: list[list[tuple[int, ...]]] = []
     for s, row in enumerate(seconds):
         wanted = shares(row, total) if counts is None else counts[s]
@@ -316,7 +316,7 @@ def route(
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a world rank sits in the plan."""
+    """Stage, replica and position of a world rank in the plan."""
 
     stage: int
     replica: int
@@ -327,7 +327,7 @@ class Location:
 class Placement:
     """Lookup tables of a plan.  Everything here is a pure function of the plan.
 
-    A *class* is the set of replicas of one stage that cut weights alike (one TP and one EP size):
+    A *class* is the set of replicas of one stage that cut weights alike (the same TP and EP size):
     Megatron's own data parallelism and distributed optimizer run inside a class.
 
     Attributes:
@@ -361,7 +361,7 @@ class Placement:
 
     @property
     def logging_stage(self) -> int:
-        """Where Megatron logs the loss: on the last rank, and all ranks of its stage take part."""
+        """The stage of the last rank, on which Megatron logs the loss; all ranks of the stage take part."""
         return self.num_stages - 1
 
     @functools.cached_property
@@ -380,15 +380,15 @@ class Placement:
         return found
 
     def positions(self, stage: int) -> tuple[int, ...]:
-        """Megatron's pipeline rank for each chunk of a stage, which is another one where sweeps differ.
+        """Megatron's pipeline rank for each chunk of a stage; it differs between chunks where sweeps differ.
 
-        In a V a stage has one rank on the way there and another on the way back; stages with few chunks leave theirs
-        to others.
+        In a V a stage has one rank in the first sweep and another in the second.  Where a stage has no chunk in a
+        sweep, the ranks of the others shift.
         """
         return tuple(self.numbers[stage, c] % self.num_stages for c in range(len(self.plan.stages[stage].layers)))
 
     def locate(self, rank: int) -> Location:
-        """Where ``rank`` sits; KeyError for a rank outside of the plan."""
+        """The location of ``rank``; KeyError for a rank outside of the plan."""
         return self._where[rank]
 
     def replica(self, stage: int, replica: int) -> Replica:
@@ -400,7 +400,7 @@ class Placement:
         return sorted(k for r in self.plan.stages[stage].replicas for k in r.ranks)
 
     def classes(self, stage: int) -> list[Cut]:
-        """How each class of a stage cuts weights, with the class of its first replica first.
+        """The cut of each class of a stage, that of the first replica first.
 
         The first class is the *primary* one: it counts in norms and writes checkpoints.
         """
@@ -415,7 +415,7 @@ class Placement:
     def class_ranks(self, stage: int, cut: Cut, tp_rank: int) -> list[int]:
         """Ranks at position ``tp_rank`` of all replicas of one class, ascending.
 
-        All context-parallel ranks are among them: to gradients, tokens elsewhere in a sequence are
+        All context-parallel ranks are among them: for gradients, other tokens of a sequence are
         like other sequences.
         """
         replicas = (r for r in self.plan.stages[stage].replicas if r.cut == cut)
@@ -435,7 +435,7 @@ class Placement:
         return list(itertools.batched(ranks, cut.expert_ranks))
 
     def expert_rank(self, rank: int) -> int:
-        """The position of a rank in its expert group, which says what it holds of the experts."""
+        """The position of a rank in its expert group, which determines its part of the experts."""
         where = self.locate(rank)
         cut = self.replica(where.stage, where.replica).cut
         if cut.divides_alike:
@@ -478,12 +478,12 @@ def _route_of_stage(replicas: tuple[Replica, ...], num_microbatches: int) -> tup
     return tuple(route)
 
 
-# Who keeps how much of a stage's state: shares of replicas, and where a buffer is cut (Zorse, section 4.1).
+# Division of a stage's state: shares of replicas, and the cuts of a buffer (Zorse, section 4.1).
 #
-# Megatron cuts parameters, gradients and optimizer state into equal parts.  A plan may say otherwise
+# Megatron cuts parameters, gradients and optimizer state into equal parts.  A plan may set other shares
 # (``state_share`` of a replica), so that GPUs with more memory keep more.
 
-ALIGNMENT = 128  # elements that cuts are a multiple of, so that every part starts aligned whatever its type
+ALIGNMENT = 128  # cuts are multiples of this many elements, so that every part is aligned, whatever its type
 
 
 def state_shares(stage: Stage) -> tuple[float, ...] | None:
@@ -496,9 +496,9 @@ def state_shares(stage: Stage) -> tuple[float, ...] | None:
 
 
 def state_parts(stage: Stage) -> tuple[float, ...]:
-    """Returns what each replica keeps of the state that replicas of its cut share; these add up to 1 per cut.
+    """Returns each replica's part of the state that the replicas of its class divide; they add up to 1 per class.
 
-    Replicas that cut weights otherwise have a copy of their own.
+    Every class has a copy of the state of its own.
     """
     totals: dict[Cut, float] = {}
     for replica in stage.replicas:
@@ -525,7 +525,7 @@ def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
 
 
 def cuts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Where a buffer is cut: part ``i`` is ``[cuts[i], cuts[i + 1])``.
+    """The cuts of a buffer: part ``i`` is ``[cuts[i], cuts[i + 1])``.
 
     Args:
         numel: Elements of the buffer.

@@ -106,10 +106,10 @@ PER_CHUNK = tuple(f.name for f in fields(DeviceCosts) if f.name != "devices" and
 PER_DEVICE = tuple(f.name for f in fields(DeviceCosts) if f.default == 0.0)
 
 
-# Hybrid models' patterns of layers: one symbol for each, as Megatron's ``--hybrid-layer-pattern`` writes them.
+# Layer patterns of hybrid models: one symbol per layer, as in Megatron's ``--hybrid-layer-pattern``.
 #
 # A pattern has the model's layers and, after ``/``, those that each layer for multi-token prediction is made of.
-# Megatron also writes where chunks begin (``|``); in a plan ``stages[].layers`` says that.
+# Megatron also marks the boundaries of chunks (``|``); in a plan they follow from ``stages[].layers``.
 
 
 MAMBA, GATED_DELTA_NET, SPARSE_ATTENTION = "M", "G", "D"
@@ -126,7 +126,7 @@ KINDS = {
 }
 """What the symbols stand for."""
 WITH_ATTENTION = (ATTENTION, LATENT_ATTENTION)  # layers with keys and values that slices share
-RECURRENT = (MAMBA, GATED_DELTA_NET)  # layers that pass a state along a sequence, which slices of it hand on
+RECURRENT = (MAMBA, GATED_DELTA_NET)  # layers that pass a state along a sequence, from slice to slice
 
 
 def layers_of(pattern: str) -> str:
@@ -140,7 +140,7 @@ def later_layers(pattern: str) -> tuple[str, ...]:
 
 
 def sizes_of(pattern: str) -> dict[str, int]:
-    """Sizes of a model that its pattern says: the numbers of its layers."""
+    """Sizes of a model that its pattern determines: the numbers of its layers."""
     return {"num_layers": len(layers_of(pattern)), "mtp_num_layers": len(later_layers(pattern))}
 
 
@@ -162,7 +162,7 @@ def with_chunks(pattern: str, layers: Iterable[int]) -> str:
 
 
 def problem_of(pattern: str) -> str:
-    """Says what is wrong with a pattern, for a message; empty if nothing is."""
+    """Describe the error of a pattern, for a message; empty if it has none."""
     main, later = layers_of(pattern), later_layers(pattern)
     for symbol in main + "".join(later):
         if symbol not in KINDS:
@@ -221,7 +221,7 @@ class ModelShape:
 
     @property
     def embeds_twice(self) -> bool:
-        """Whether the last chunk holds the embedding's weights too: as output layer, or for later tokens."""
+        """Whether the last chunk holds the embedding's weights, too: as output layer, or for multi-token prediction."""
         return self.tied_embeddings or self.mtp_num_layers > 0
 
 
@@ -253,12 +253,12 @@ class TrainingShape:
 
     @property
     def reading_unit(self) -> int:
-        """Sequences that are read at once: every microbatch is one or several of these."""
+        """Sequences per read of the data loader: every microbatch is one or several reads."""
         return 1 if self.micro_batch_sizes else self.micro_batch_size
 
     @property
     def batches_of_microbatches(self) -> tuple[int, ...]:
-        """Returns how many units of what is read at once each microbatch is."""
+        """Returns the number of reads (:attr:`reading_unit`) that make each microbatch."""
         return self.micro_batch_sizes or (1,) * self.num_microbatches
 
 
@@ -271,7 +271,7 @@ class ScheduleSpec:
 
 
 class Cut(NamedTuple):
-    """Over how many ranks a replica cuts its weights."""
+    """The numbers of ranks over which a replica divides its weights."""
 
     tp: int
     ep: int = 1  # expert-parallel size; the experts of a layer are divided over so many parts of an expert group
@@ -280,7 +280,7 @@ class Cut(NamedTuple):
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that cut one expert."""
+        """Number of ranks that divide one expert (expert TP)."""
         return self.etp or max(1, self.tp // self.ep)
 
     @property
@@ -315,7 +315,7 @@ class Replica:
     # Speed relative to the other replicas (1.0 = as fast as the fastest).  Orders the schedule; never changes a result.
     speed: float = 1.0
     zone: str = field(default="", metadata={"omit_default": True})
-    """The zone that its node is meant to be in, where the cluster file has this kind of device in several; never
+    """The zone of its node, where the cluster file has this kind of device in several zones; never
     changes a result."""
     cp: int = field(default=1, metadata={"omit_default": True})  # Context-parallel size
     state_share: float = field(default=1.0, metadata={"omit_default": True})
@@ -327,11 +327,11 @@ class Replica:
     etp: int = field(default=0, metadata={"omit_default": True})
     """Expert-tensor-parallel size: how many ranks cut one expert; 0 for TP size / EP size, at least 1."""
     cp_shares: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
-    """How much of every sequence each context-parallel rank holds, relative to the others; none for equal parts."""
+    """Relative part of every sequence on each context-parallel rank; empty for equal parts."""
     cp_devices: tuple[str, ...] = field(default=(), metadata={"omit_default": True})
     """Name of the device kind of each context-parallel rank; none where all are ``device``."""
     recompute_layers: tuple[int, ...] = field(default=(), metadata={"omit_default": True})
-    """How many layers of each chunk, its first ones, full recomputation runs again; none where it runs all again."""
+    """Number of layers of each chunk, from its first, that full recomputation recomputes; empty for all layers."""
 
     @property
     def tp(self) -> int:
@@ -340,12 +340,12 @@ class Replica:
 
     @property
     def cut(self) -> Cut:
-        """How this replica cuts weights."""
+        """The numbers of ranks over which this replica divides its weights."""
         return Cut(self.tp, self.ep, 0 if self.etp == max(1, self.tp // self.ep) else self.etp)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How the context-parallel ranks divide a sequence."""
+        """Relative parts of a sequence on the context-parallel ranks."""
         return self.cp_shares or (1,) * self.cp
 
     @property
@@ -376,7 +376,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RankPrediction:
-    """Holds what the planner expects of one rank."""
+    """The planner's prediction for one rank."""
 
     rank: int
     compute_s: float
@@ -387,15 +387,15 @@ class RankPrediction:
 
     @property
     def total_bytes(self) -> int:
-        """All categories together."""
+        """Sum of all categories."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Holds what the planner expects of a run; printed beside the measured figures.
+    """The planner's prediction for a run; printed beside the measured figures.
 
-    With ``costs``, what it was made from, the run compares every operation and link while it trains.
+    With ``costs``, from which it was made, the run compares every operation and link while it trains.
     """
 
     iteration_s: float
@@ -406,7 +406,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Stages x replicas x ranks, and how microbatches flow through them."""
+    """A plan: stages, their replicas with ranks and microbatches, model, training and schedule."""
 
     model: ModelShape
     training: TrainingShape
@@ -422,7 +422,7 @@ class Plan:
 
     @property
     def most_cp(self) -> int:
-        """The most ranks that share a sequence."""
+        """The largest context-parallel size."""
         return max(r.cp for s in self.stages for r in s.replicas)
 
     @property
@@ -468,7 +468,7 @@ class Plan:
 
     @property
     def attention_layers(self) -> tuple[tuple[int, ...], ...]:
-        """How many layers of every chunk, stage by stage, have keys and values."""
+        """Number of attention layers of every chunk, stage by stage."""
         if not self.model.pattern:
             return tuple(stage.layers for stage in self.stages)
         layers, found, first = layers_of(self.model.pattern), [[0] * len(stage.layers) for stage in self.stages], 0
@@ -506,7 +506,7 @@ class Plan:
 
 @functools.cache
 def _fields_of(kind: type[Any]) -> tuple[tuple[str, bool, Any], ...]:
-    """Name, whether it is left out where it is the default, and the default of every field of a dataclass."""
+    """(name, whether a default value is omitted in JSON, default) of every field of a dataclass."""
     return tuple((f.name, bool(f.metadata.get("omit_default")), f.default) for f in dataclasses.fields(kind))
 
 

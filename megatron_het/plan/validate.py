@@ -28,7 +28,7 @@ from megatron_het.plan.schema import (
 from megatron_het.safe_io import MAX_PASSES, FileError, read_json, write_json
 from megatron_het.schedule.ir import PLACEMENTS, placement_of
 
-# What no plan needs more of: bounds on sizes, so that a mistyped number is an error and not a hang.
+# Upper bounds on sizes, so that a mistyped number is an error and not a hang.
 
 LARGEST = {
     "num_layers": 10_000,
@@ -41,7 +41,7 @@ LARGEST = {
     "micro_batch_size": 1 << 17,
     "global_batch_size": 1 << 17,
 }
-"""Largest values of a model's and a batch's sizes; the model file has the same."""
+"""Largest values of a model's and a batch's sizes; the same as for model files."""
 SLOWEST, FASTEST = 1e-6, 1e6  # range of relative speeds
 LARGEST_SHARE = 1_000_000  # of a context-parallel rank, relative to the others
 MAX_NAME, MAX_NOTES = 200, 20_000  # characters of a device's name and of the notes
@@ -56,7 +56,7 @@ def check_sizes(shape: ModelShape | TrainingShape, section: str) -> None:
 
 
 def check_limits(plan: Plan) -> None:
-    """Raise a PlanError for numbers and texts that no plan needs."""
+    """Raise a PlanError for numbers and texts beyond the limits above."""
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             where = f"stages[{s}].replicas[{q}]"
@@ -90,7 +90,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def most_chunks(microbatches: int, slices: int) -> int:
-    """Chunks of all stages that an iteration of so many microbatches may go through, forwards and backwards."""
+    """Largest number of chunks of all stages, given the limit on the passes of an iteration."""
     return MAX_PASSES // (2 * microbatches * slices)
 
 
@@ -111,7 +111,7 @@ def check_passes(plan: Plan) -> None:
 
 
 def _check_prediction(plan: Plan) -> None:
-    """Predictions are printed beside what is measured: finite, not negative, of ranks that exist, once each."""
+    """Predictions must be finite and not negative, with existing ranks, each at most once."""
     if plan.predicted is None:
         return
     for name in ("iteration_s", "bubble_fraction"):
@@ -130,7 +130,7 @@ def _check_prediction(plan: Plan) -> None:
 
 
 def _check_costs(costs: PlannedCosts, chunks: Sequence[int]) -> None:
-    """Refuse costs that do not fit a plan, which has so many chunks of every device."""
+    """Refuse costs that do not match a plan, whose devices have ``chunks`` chunks."""
     where = "predicted.costs"
     seen: set[int] = set()
     for i, row in enumerate(costs.devices):
@@ -173,12 +173,12 @@ def _check_amount(value: float, where: str) -> None:
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-PARTS = ("moe_act", "mlp")  # of a layer, as Megatron's ``--recompute-modules`` names what runs again
+PARTS = ("moe_act", "mlp")  # parts of a layer that can be recomputed alone (Megatron's ``--recompute-modules``)
 RECOMPUTE = ("none", "selective", *PARTS, "full")
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise a PlanError if the plan contradicts itself."""
+    """Raise a PlanError if the plan is inconsistent."""
     if not plan.stages:
         raise PlanError("stages", [], "a plan needs at least one stage")
     _check_numbers(plan)
@@ -216,7 +216,7 @@ def _check_numbers(plan: Plan) -> None:
 
 
 def _check_pattern(model: ModelShape) -> None:
-    """A hybrid model's layers are those of its pattern."""
+    """A hybrid model must have the layers of its pattern."""
     pattern, where = model.pattern, "model.pattern"
     if not pattern:
         return
@@ -341,7 +341,7 @@ def _check_expert_groups(placement: Placement, s: int) -> None:
                 "Give replicas that share experts equally many, or put replicas with equally many next to each other",
             )
         again = {stage.replicas[q].recompute_layers for q in together}
-        if len(again) > 1:  # they exchange tokens in what runs again, too
+        if len(again) > 1:  # recomputed layers exchange tokens, too
             problem = f"replicas {', '.join(map(str, together))} share experts, and do not run the same layers again"
             where = f"stages[{s}].replicas[{together[0]}].recompute_layers"
             raise PlanError(where, [list(n) for n in again], problem, "Give all of them the same numbers")
@@ -351,14 +351,14 @@ def _check_crossing_ranks(stage: Stage, s: int) -> None:
     """Replicas that cut weights alike must come in one order at every TP rank.
 
     Megatron's distributed optimizer gives the n-th replica of a data-parallel group the n-th shard,
-    and sums norm gradients over TP groups shard by shard: both need one n for a whole replica.
+    and sums gradients of norms over TP groups shard by shard: both need the same n on all ranks of a replica.
     """
     classes: dict[Cut, list[tuple[tuple[int, ...], int]]] = {}
     for q, replica in enumerate(stage.replicas):
         groups = [(replica.tp_group(part), q) for part in range(replica.cp)]
         classes.setdefault(replica.cut, []).extend(groups)
     for members in classes.values():
-        # In the order of their first ranks, neighbours decide: "comes first" is transitive.
+        # In the order of their first ranks, comparing neighbours is enough: the order is transitive.
         for (first, p), (second, q) in itertools.pairwise(sorted(members)):
             if not all(a < b for a, b in zip(first, second, strict=True)):
                 earlier, later = min(p, q), max(p, q)
@@ -372,7 +372,7 @@ def _check_crossing_ranks(stage: Stage, s: int) -> None:
 
 
 def _check_special_ranks(plan: Plan) -> None:
-    """Megatron reads data and decides about training on rank 0 and logs on the last rank."""
+    """Check ranks 0 and the last: Megatron reads data and decides about training on 0, and logs on the last."""
     if plan.stages[0].replicas[0].ranks[0] != 0:
         problem = "rank 0 must be the first rank of the first replica of the first stage (it reads the data)"
         hint = "Number the ranks stage by stage"
@@ -487,10 +487,10 @@ def _plan_error(error: FileError) -> PlanError:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Check a plan and write it; an existing file is replaced only by a complete one.
 
-    A plan of more than ``MOST_INDENTED`` ranks is one line: to lay it out takes as long as many a search.
+    A plan of more than ``MOST_INDENTED`` ranks is one line: to indent it takes as long as many a search.
 
     Raises:
-        PlanError: The plan contradicts itself, or ``path`` is no place for a file.
+        PlanError: The plan is inconsistent, or ``path`` cannot be written.
     """
     check_plan(plan)
     try:
@@ -508,7 +508,7 @@ def plan_hash(plan: Plan) -> str:
 
 
 def topology_hash(plan: Plan) -> str:
-    """Twelve hex digits over who holds what: stages, layers and ranks, not the routing.
+    """Twelve hex digits over the distribution of the model: stages, layers and ranks, not the routing.
 
     Two runs with the same topology hash have the same per-rank state, e.g. random-number states.
     """

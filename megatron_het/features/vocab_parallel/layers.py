@@ -26,14 +26,14 @@ from megatron_het.runtime.data import Batches
 from megatron_het.runtime.feature import Call, Handler, Iteration, OpenContext
 from megatron_het.schedule.ir import Kind
 
-# What the messages of the embedding and of the output layer have in common.
+# Code shared by the messages of the embedding and of the output layer.
 
-PENDING_SENDS = 8  # sends to one peer that may be under way over gloo: the messages of a few slices
+PENDING_SENDS = 8  # sends to one peer that may be in flight over gloo: the messages of a few slices
 
 
 @dataclass(slots=True)
 class Arriving:
-    """A tensor on its way: the whole of it, and the pieces that fill it."""
+    """A tensor that is being received: its buffer, and the pieces that fill it."""
 
     whole: torch.Tensor
     pieces: list[PendingReceive]
@@ -42,13 +42,13 @@ class Arriving:
 class Team:
     """This rank among the ranks that share the vocabulary for a microbatch: one replica of each stage.
 
-    Replicas may have different TP and context-parallel sizes.  What travels has the sequence first.  It travels in the
-    pieces that two replicas have in common, as activations between stages do, so that a rank works on its own part of
-    the sequence whoever has made it.  What all TP ranks of a replica hold is sent to a rank by one of them.
+    Replicas may have different TP and context-parallel sizes.  Messages have the sequence as their first dimension.
+    They are sent in pieces, the intersections of both replicas' parts, as activations between stages are.  So a rank
+    works on its own part of the sequence, whichever ranks made it.  Of a replicated tensor each rank gets one copy.
 
     Args:
         tokens: Tokens of a slice of nominal length.
-        batches: They know how long a slice is.
+        batches: The reader, which knows the length of each slice.
     """
 
     def __init__(self, placement: Placement, rank: int, tokens: int, batches: Batches) -> None:
@@ -73,11 +73,11 @@ class Team:
         """Send a tensor of this replica to that of another stage.
 
         Args:
-            channels: They connect the two.
+            channels: Channels between the two replicas.
             tensor: ``[s, ...]``.
-            stage: Who gets it.
-            op: Of whose microbatch and slice it is.
-            divided: Whether TP ranks hold an interval of the sequence each; else all of them hold all.
+            stage: The receiving stage.
+            op: The operation with the tensor's microbatch and slice.
+            divided: Whether TP ranks hold an interval of the sequence each; otherwise all of them hold all of it.
             by_first: Whether only the first TP ranks have it.
         """
         for piece in self._pieces(self.where.stage, stage, op, divided, by_first):
@@ -94,7 +94,7 @@ class Team:
         divided: bool = False,
         by_first: bool = False,
     ) -> Arriving:
-        """Post the receives of what the replica of another stage sends; arguments as in :meth:`send`."""
+        """Post the receives of a tensor from another stage's replica; arguments as in :meth:`send`."""
         pieces = self._pieces(stage, self.where.stage, op, divided, by_first)
         own = [(buffer[self._rows(piece, op, sending=False)], piece.src) for piece in pieces if piece.dst == self._rank]
         return Arriving(buffer, [channels.receive(part, source, op.label) for part, source in own])
@@ -107,7 +107,7 @@ class Team:
         return self._known[sides]
 
     def _rows(self, piece: Piece, op: RankOp, *, sending: bool) -> slice:
-        """The rows of a piece on one of its ends, in a slice that need not be of nominal length."""
+        """The rows of a piece on one of its ends, scaled to the actual length of the slice."""
         lo, hi = piece.rows(sending=sending)
         return slice(self._batches.rows(lo, op), self._batches.rows(hi, op))
 
@@ -124,10 +124,10 @@ def sides_of(
 
 
 def edges(placement: Placement, stage: int, tokens: int, *, divided: bool) -> list[tuple[int, int]]:
-    """Directed pairs over which a stage talks to all others, in an order that is the same on every rank.
+    """Directed pairs of ranks between a stage and all others, in an order that is the same on every rank.
 
     Args:
-        stage: It has the embeddings, or the loss.
+        stage: The stage with the embeddings, or with the loss.
         tokens: Tokens of a slice.
         divided: Whether some of the tensors are divided over TP ranks by the sequence.
     """
@@ -143,7 +143,7 @@ def edges(placement: Placement, stage: int, tokens: int, *, divided: bool) -> li
 
 
 def arrived(arriving: Sequence[Arriving], timeline: Timeline, channels: Channels) -> Iterator[torch.Tensor]:
-    """Tensors, one by one, as soon as each is complete; waiting does not count as work."""
+    """Yields each tensor as soon as it is complete; waiting does not count as work in the timeline."""
     for tensor in arriving:
         with timeline.waiting():
             for pending in tensor.pieces:
@@ -159,7 +159,7 @@ class VocabularyShard:
     rows: int  # rows of this rank
     tp: int  # TP size of this rank's replica; its ranks share the stage's rows equally
     total: int  # rows of the vocabulary
-    unit: int  # divides the rows of every rank of every replica
+    unit: int  # common divisor of the rows of every rank of every replica
 
     @classmethod
     def of(cls, placement: Placement, rank: int, vocab_size: int) -> "VocabularyShard":
@@ -180,9 +180,9 @@ class VocabularyShard:
     def for_checkpoint(
         self, weight: torch.Tensor, key: str, metadata: dict[str, Any]
     ) -> ShardedTensor | ShardedTensorFactory:
-        """The rows as what they are: a part of the whole weight, under stock Megatron's key.
+        """The rows as a part of the whole weight, under stock Megatron's key.
 
-        Checkpoints want parts of one size, so ranks of the smaller TP sizes write several.
+        Checkpoints need parts of one size, so ranks of smaller TP sizes write several.
         """
         replica = (0, 0, metadata["dp_cp_group"].rank())
         if self.rows == self.unit:
@@ -203,7 +203,7 @@ class VocabularyShard:
 
 
 def _mark(weight: torch.nn.Parameter, config: Any) -> None:
-    """Tell the optimizer's groups what the weight is, as Megatron's model does of whole layers."""
+    """Set the attributes on the weight by which the optimizer groups parameters, as Megatron's model does."""
     marked: Any = weight
     marked.is_embedding_or_output_parameter = True
     if config.use_mup:
@@ -215,7 +215,7 @@ class SplitOutputLayer(ColumnParallelLinear):
 
     Args:
         init_method: For the weight.
-        has_weight: Without one (tied embeddings) the weight is given to ``logits``.
+        has_weight: False for tied embeddings, whose weight is passed to ``logits``.
     """
 
     def __init__(
@@ -258,11 +258,11 @@ class SplitOutputLayer(ColumnParallelLinear):
 class SplitEmbedding(VocabParallelEmbedding):
     """Looks up this rank's part of the word embeddings.
 
-    On the first stage it takes the place of the model's own, and adds the other stages' parts.
+    On the first stage it replaces the model's own, and adds the other stages' parts.
 
     Args:
-        reduce_scatter: Whether TP ranks end with a part of the sequence each, ``[s / tp, b, h]``; else
-            with all of it, ``[b, s, h]``.
+        reduce_scatter: Whether the output is a part of the sequence per TP rank, ``[s / tp, b, h]``; otherwise
+            it is all of it, ``[b, s, h]``.
     """
 
     def __init__(self, shard: VocabularyShard, config: Any, reduce_scatter: bool, tp_group: dist.ProcessGroup) -> None:
@@ -292,8 +292,8 @@ class SplitEmbedding(VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Embeddings of ``input_`` ``[b, s]``, in the layout that the model expects.
 
-        On the first stage they are whole.  On others they are this stage's part: zero where it has no row.  All
-        stages call the module, because hooks on it wait for parameters that are gathered late.
+        On the first stage they are complete.  On others they are this stage's part: zero where it has no row.  All
+        stages call the module, because its hooks wait for parameters that are gathered late.
         """
         part = self._part(input_)
         return part if self.complete is None else self.complete(part)
@@ -307,7 +307,7 @@ class SplitEmbedding(VocabParallelEmbedding):
 
 
 class EmbeddingHolder(MegatronModule):
-    """Gives the part of a later stage the name that it has in the whole model."""
+    """Wraps a later stage's part so that its parameter has the same name as in the whole model."""
 
     def __init__(self, config: Any, word_embeddings: SplitEmbedding) -> None:
         super().__init__(config=config)
@@ -325,7 +325,7 @@ class EmbeddingHolder(MegatronModule):
 #                 that it has
 # ==============  =========================================================================================
 #
-# The tokens are read ahead of the FORWARD, by the first TP rank, as the training script will read them.
+# The first TP rank reads the tokens before the FORWARD, exactly as the training script will read them.
 
 Slice = tuple[int, int]  # (microbatch, slice)
 
@@ -334,7 +334,7 @@ class EmbeddingTeam:
     """One rank's part in the embedding operations.
 
     Args:
-        team: This rank among those that share the vocabulary.
+        team: This rank's team.
         context: Opens channels, which is collective.
     """
 
@@ -343,7 +343,7 @@ class EmbeddingTeam:
         self._placement, self._rank, self._tp_group = placement, context.rank, context.groups["tp"]
         self._team, self._timeline, self._batches = team, context.timeline, context.batches
         self._is_first = team.where.stage == 0
-        # Tokens have groups of their own: they are sent earlier, relative to gradients, than received.
+        # Tokens have groups of their own: relative to gradients, they are sent earlier than they are received.
         self._tokens = context.new_channels("tokens", token_edges(placement, tokens), PENDING_SENDS)
         divided = placement.plan.training.sequence_parallel
         pairs = edges(placement, 0, tokens, divided=divided)
@@ -361,7 +361,7 @@ class EmbeddingTeam:
         """Give this rank its rows, in its first chunk (GPTModel, not wrapped); returns them."""
         config: Any = model.config
         shard = VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
-        # As Megatron's embedding decides it; a replica of TP 1 has no parts, but others that it talks to may.
+        # The rule of Megatron's embedding; a replica of TP 1 has no parts, but its peers may.
         learned = model.position_embedding_type == "learned_absolute"
         self._divided = self._placement.plan.training.sequence_parallel and not learned
         reduces = self._divided and bool(config.sequence_parallel)
@@ -371,13 +371,13 @@ class EmbeddingTeam:
             model.embedding.word_embeddings = self._layer  # type: ignore[union-attr]
         else:
             model.embedding = EmbeddingHolder(config, self._layer)
-            modules = model._modules  # in the order of the whole model: buffers of gradients are laid out by it
+            modules = model._modules  # in the order of the whole model, by which gradient buffers are laid out
             for name in [name for name in modules if name != "embedding"]:
                 modules[name] = modules.pop(name)
         return self._layer.weight
 
     def enter(self, op: RankOp) -> None:
-        """A FORWARD of the first chunk begins."""
+        """Called when a FORWARD of the first chunk begins."""
         self._current = op.microbatch, op.slice
 
     def _complete(self, own: torch.Tensor) -> torch.Tensor:
@@ -391,7 +391,7 @@ class EmbeddingTeam:
         return total
 
     def _as_travels(self, part: torch.Tensor) -> torch.Tensor:
-        """From a part's layout to that of messages, and back.
+        """Convert a part's layout to that of messages, or back.
 
         Messages are ``[s, b, h]``.  A part is ``[b, s, h]`` where TP ranks do not divide it.
         """
@@ -401,7 +401,7 @@ class EmbeddingTeam:
     # -- operations ------------------------------------------------------------------------------
 
     def handlers(self) -> dict[Kind, Handler]:
-        """Returns what the executor runs."""
+        """Handlers of the embedding operations."""
         return {Kind.EMBED_FORWARD: self._forward, Kind.EMBED_BACKWARD: self._backward}
 
     def _forward(self, op: RankOp, call: Call, state: Iteration) -> None:
@@ -439,7 +439,7 @@ class EmbeddingTeam:
         torch.autograd.backward(self._own.pop(key), self._as_travels(gradient))
 
     def finish(self) -> None:
-        """All operations of the iteration are done."""
+        """Called when all operations of the iteration are done."""
         self._tokens.wait_sends()
         self._channels.wait_sends()
         left = [*self._parts, *self._own, *self._gradients]
@@ -472,7 +472,7 @@ class EmbeddingTeam:
 
 
 def token_edges(placement: Placement, tokens: int) -> list[tuple[int, int]]:
-    """Directed pairs that tokens travel on, in an order that is the same on every rank."""
+    """Directed pairs of ranks that send tokens, in an order that is the same on every rank."""
     sides = {
         sides_of(placement, 0, other, microbatch, by_first=True)  # the first TP ranks read them
         for microbatch in range(placement.plan.num_microbatches)

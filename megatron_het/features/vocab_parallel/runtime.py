@@ -1,4 +1,4 @@
-"""A vocabulary that is split over all stages as a feature of a rank."""
+"""The runtime half of the split vocabulary."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from megatron_het.schedule.ir import Kind
 # VOCAB_BACKWARD     the last stage merges them, calls the training script's loss function, and sends two
 #                    numbers per token; every rank computes its part of the gradients of the hidden states
 #                    and sends it back
-# BACKWARD           the last stage adds them up and goes on as any other stage
+# BACKWARD           the last stage sums these and continues as any other stage
 # =================  ======================================================================================
 #
 # The forward of the last stage therefore ends with its hidden states, and its loss is known when the
-# vocabulary's backward runs (in evaluation: at the end).  Ranks talk to each other over groups of their own, one per
-# directed pair; who sends what to whom is in ``layers.py``.  With context parallelism ranks share the vocabulary
-# for their part of the sequence, and every part has it all.  Embeddings are there, too.  Nothing waits
-# for more than the operation's dependencies (``schedule/deps.py``), so that a program that runs cannot be stopped
+# vocabulary's backward runs (in evaluation: at the end).  These messages have groups of their own, one per
+# directed pair; ``layers.py`` has senders and receivers, and the embeddings.  With context parallelism the ranks of
+# every part of the sequence hold the whole vocabulary together.  No message waits
+# for more than the operation's dependencies (``schedule/deps.py``), so that a valid program cannot be blocked
 # by these messages.
 
 
@@ -64,7 +64,7 @@ class ShardLogits:
         self.statistics = torch.stack((self._maximum, self._exponentials.sum(dim=-1), target))
 
     def gradient(self, log_sum: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient of this part's logits; uses them up.
+        """Gradient of this part's logits; overwrites them.
 
         Args:
             log_sum: Log-sum-exp over the whole vocabulary, ``[s, b]``.
@@ -79,7 +79,7 @@ class ShardLogits:
 
 
 def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Statistics ``[3, s, b]`` of the union of disjoint parts of the vocabulary, by those of the parts."""
+    """Statistics ``[3, s, b]`` of the union of disjoint parts of the vocabulary, from those of the parts."""
     stacked = torch.stack(tuple(parts))
     maximum = stacked[:, 0].amax(dim=0)
     total = (stacked[:, 1] * (stacked[:, 0] - maximum).exp()).sum(dim=0)
@@ -101,7 +101,7 @@ Slice = tuple[int, int]  # (microbatch, slice)
 
 @dataclass(slots=True)
 class _Work:
-    """One slice between its two vocabulary operations."""
+    """State of one slice between its two vocabulary operations."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
@@ -111,7 +111,7 @@ class _Work:
 
 
 class SplitVocabulary(feature.RuntimeFeature):
-    """One rank's part in embeddings, output layer and loss, which are operations of their own.
+    """One rank's part of embeddings, output layer and loss, which are separate operations.
 
     Args:
         context: Opens channels, which is collective.
@@ -166,7 +166,7 @@ class SplitVocabulary(feature.RuntimeFeature):
         shard = layers.VocabularyShard.of(self._placement, self._rank, model.vocab_size)  # type: ignore[arg-type]
         config: Any = model.config
         if self._is_last:
-            # The model now ends with its last layer's hidden states; the rest is done here.
+            # The model now ends with its last layer's hidden states; output layer and loss run here.
             last: Any = model
             last.post_process = False
             del last.output_layer
@@ -183,7 +183,7 @@ class SplitVocabulary(feature.RuntimeFeature):
 
     @contextlib.contextmanager
     def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> Iterator[None]:
-        """The model ends with hidden states, and the loss comes later."""
+        """Context in which the last chunk returns hidden states; the loss is computed later."""
         if forward.op.chunk == 0:
             self._embedding.enter(forward.op)
         if forward.op.chunk != self._last_chunk:
@@ -199,7 +199,7 @@ class SplitVocabulary(feature.RuntimeFeature):
     def around_backward(
         self, backward: feature.BackwardPass, call: feature.Call, state: feature.Iteration
     ) -> Iterator[None]:
-        """The last chunk's gradient comes from all parts of the vocabulary."""
+        """Context that sets the last chunk's gradient to the sum over all parts of the vocabulary."""
         if backward.op.chunk == self._last_chunk:
             backward.gradient = self._hidden_gradient(backward.op)
         yield
@@ -214,7 +214,7 @@ class SplitVocabulary(feature.RuntimeFeature):
         return forward_step
 
     def _put(self, op: RankOp, hidden: torch.Tensor) -> None:
-        """Keep what the FORWARD of the last chunk left, for the VOCAB_FORWARD that follows.
+        """Keep the output of the last chunk's FORWARD for the VOCAB_FORWARD that follows.
 
         Args:
             op: The FORWARD.
@@ -319,7 +319,7 @@ class SplitVocabulary(feature.RuntimeFeature):
             self._send(grad, self._last_stage, op, divided=self._divided)
 
     def finish(self, call: feature.Call, state: feature.Iteration) -> None:
-        """All operations of the iteration are issued: losses of an evaluation, and the last sends."""
+        """At the end of the iteration: compute the losses of an evaluation, and wait for the last sends."""
         for key in sorted(self._work) if call.forward_only else ():
             work = self._work.pop(key)
             losses, _ = self._losses(work)
@@ -345,7 +345,7 @@ class SplitVocabulary(feature.RuntimeFeature):
         return token_losses(statistics).t().contiguous(), statistics
 
     def _run_loss(self, work: _Work, losses: torch.Tensor, call: feature.Call, state: feature.Iteration) -> None:
-        """The script's loss function, as Megatron's own forward step calls it; then its gradient."""
+        """Call the script's loss function as Megatron's forward step does, then compute its gradient."""
         from megatron.core.pipeline_parallel import schedules
 
         if call.config.timers is not None:
@@ -372,12 +372,12 @@ class SplitVocabulary(feature.RuntimeFeature):
 
     @property
     def _helpers(self) -> list[int]:
-        """The stages that work for the last one."""
+        """All stages but the last, which compute parts of its output layer."""
         return self._team.others(self._last_stage)
 
     @property
     def _weight_dtype(self) -> torch.dtype:
-        """Returns what the output layer computes in; between stages hidden states may be wider."""
+        """Returns the dtype of the output layer; between stages hidden states may have a wider one."""
         assert self._layer is not None
         weight = self._layer.weight if self._tied_weight is None else self._tied_weight
         return weight.dtype
@@ -409,5 +409,5 @@ class SplitVocabulary(feature.RuntimeFeature):
 
 
 def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
-    """This rank's part of the feature."""
+    """Open the split vocabulary on this rank."""
     return SplitVocabulary(context)

@@ -23,11 +23,11 @@ from megatron_het.schedule.transfers import Inserts, Moment, Place, slot_inserts
 
 LOGITS, LOGITS_GRADIENT = kinds.Value("the vocabulary forward"), kinds.Value("the vocabulary backward")
 EMBEDDING = kinds.Value("the part of the embeddings")
-"""Of the first stage: the tokens; of others: their part of the embeddings."""
+"""On the first stage: the tokens; on others: their part of the embeddings."""
 
 
 def _team(value: kinds.Value, deps: Dependencies, microbatch: int, piece: int) -> list[Need]:
-    """Returns a value of all devices that a microbatch visits."""
+    """Returns the needs for one value of all devices that a microbatch visits."""
     return [(device, (value, microbatch, piece, 0)) for device in deps.team(microbatch)]
 
 
@@ -39,10 +39,10 @@ def _last_output(deps: Dependencies) -> kinds.Rule:
 
 
 def _loss(deps: Dependencies) -> kinds.Rule:
-    """The last stage's own VOCAB_BACKWARD.
+    """Rule by which other stages wait for the beginning of the last stage's VOCAB_BACKWARD.
 
-    The loss is made where the last stage comes to it, and its gradient is sent before that part is computed.  So the
-    others wait for what comes before that operation, not for its end.
+    That operation computes the loss and sends its gradient before it computes its own part.  So the
+    others wait for its dependencies, not for its end.
     """
 
     def begun(device: int, op: Op) -> list[Need]:
@@ -122,7 +122,7 @@ kinds.add_kinds({
 
 
 class _VocabularyRules(kinds.Rules):
-    """Passes at the ends of the model need what all devices make of it."""
+    """Passes at the ends of the model need the parts of all devices."""
 
     def first_input(self, program: Program) -> kinds.Ends | None:
         """All parts of the embeddings."""
@@ -143,10 +143,10 @@ kinds.RULES.append(_VocabularyRules())
 def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) -> Program:
     """The program with EMBED_FORWARD and EMBED_BACKWARD on every device that a microbatch visits.
 
-    Tokens leave the first stage, and the parts of their embeddings come back, while it still runs the
-    operation before the slice's first FORWARD; the gradient of the embeddings leaves it after the slice's
-    last BACKWARD.  A replay of the program with plain durations tells where these moments are elsewhere.
-    Run this after the vocabulary and before transfers are added.
+    The first stage sends tokens, and receives the parts of their embeddings, while it still runs the
+    operation before the slice's first FORWARD.  It sends the gradient of the embeddings after the slice's
+    last BACKWARD.  A replay of the program with nominal durations gives the positions on other devices.
+    Run this after ``add_vocabulary`` and before transfers are added.
 
     Args:
         program: without transfers.
@@ -161,14 +161,14 @@ def add_embedding(program: Program, *, speeds: Sequence[float] | None = None) ->
     return with_inserts(program, timed_inserts(program, speeds, _first_chunk, _EMBEDDING_FORWARD, _EMBEDDING_BACKWARD))
 
 
-# On all devices everything before a forward has ended by its moment, and everything after it has not; so
-# nothing before it depends on anything after it, and the result runs.  On a backward nothing depends.
+# On all devices the operations before an EMBED_FORWARD have ended by its moment, and those after it have not.  So
+# nothing before it depends on anything after it, and the result runs.  Nothing depends on an EMBED_BACKWARD.
 _EMBEDDING_FORWARD = Place(Kind.EMBED_FORWARD, ahead=True, own=None)
 _EMBEDDING_BACKWARD = Place(Kind.EMBED_BACKWARD, ahead=False, own=1)
 
 
 def _embeddings_by_slot(program: Program) -> Inserts:
-    """Devices that attend for each other go slot by slot: a slot ahead of the forward, and behind the backward."""
+    """Inserts under the context exchange, slot by slot: one slot before the forward, and one after the backward."""
     stage, chunk = program.shape.path[0]
     wanted = []
     for s, (_, backward, passes) in enumerate(aligned_slots(program)):
@@ -199,7 +199,7 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
 
     The vocabulary forward of a slice goes to the end of the slot in which the last chunk ran the slice, the
     vocabulary backward to the start of the slot of its first backward.  Where passes are not aligned in
-    slots, a replay of the program with plain durations tells where these moments are.  Run this after the
+    slots, a replay of the program with nominal durations gives these positions.  Run this after the
     exchange and before transfers are added.
 
     Args:
@@ -216,10 +216,10 @@ def add_vocabulary(program: Program, *, speeds: Sequence[float] | None = None) -
     return replace(with_inserts(program, inserts), splits_output=True)
 
 
-# A forward goes before what starts at or after the end of the last chunk's, a backward after what has ended
-# when the last chunk's begins: before what runs then, or it would come too late.  Both go after earlier
-# inserts.  So on no device does anything before an insert depend on something after the same insert on
-# another device, and the result runs, even if the devices wait for each other there.
+# A VOCAB_FORWARD goes before the operations that start at or after the end of the last chunk's forward.  A
+# VOCAB_BACKWARD goes after the operations that have ended when the last chunk's backward begins: after a running one it
+# would be too late.  Both go after earlier inserts.  So no operation before an insert depends on one after the same
+# insert on another device, and the result runs, even if the devices wait for each other there.
 _FORWARD = Place(Kind.VOCAB_FORWARD, ahead=False, own=1)
 _BACKWARD = Place(Kind.VOCAB_BACKWARD, ahead=True, own=0)
 
@@ -241,11 +241,11 @@ def _by_slot(program: Program) -> Inserts | None:
 
 
 def _between_the_sweeps(program: Program) -> list[tuple[int, int]] | None:
-    """Where parts may be on stages that have no chunk in the last sweep, if microbatches go sweep by sweep.
+    """Positions of parts on stages without a chunk in the last sweep, if microbatches go sweep by sweep.
 
-    Parts are in the middle of the last sweep.  A stage that takes part in it has ended the sweeps before, and a stage
-    that does not must have as well: replicas elsewhere may open the chunks of the last sweep together, and wait for all
-    microbatches of the sweep before.  Likewise in the backward.
+    Parts run in the middle of the last sweep.  A stage with a chunk in it has ended the earlier sweeps.  A stage
+    without one must have ended them, too: replicas of other stages may open the chunks of the last sweep together, and
+    wait for all microbatches of the sweep before.  Likewise in the backward.
     """
     most = max(map(len, program.shape.layers))
     rows = [[op.chunk for op in ops if op.kind is Kind.FORWARD] for ops in program.ops]
@@ -277,7 +277,7 @@ _MOST_SHARE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class VocabularyOptions:
-    """How the rows are divided."""
+    """How the rows of the vocabulary are divided over stages."""
 
     # rows of each stage, relative to the others; none for equal ones
     shares: tuple[int, ...] = option(
@@ -296,7 +296,7 @@ class VocabularyOptions:
 
 
 class Vocabulary(Feature):
-    """Embedding, output layer and loss are split over all stages."""
+    """Splits embedding, output layer and loss over all stages."""
 
     name = "vocabulary"
     title = "split vocabulary"
@@ -328,7 +328,7 @@ class Vocabulary(Feature):
         return VocabularyOptions() if flags["vocabulary"] else None
 
     def check_arguments(self, plan: Plan, options: VocabularyOptions, args: Any) -> None:
-        """The table, and a vocabulary that does not divide."""
+        """Refuse the arguments of the table, and a vocabulary that the stages cannot divide."""
         super().check_arguments(plan, options, args)
         if getattr(args, "cross_entropy_loss_fusion", False) and args.cross_entropy_fusion_impl != "native":
             problem = f"cannot be used with {_SWITCH}: its kernel needs whole logits"
@@ -346,7 +346,7 @@ class Vocabulary(Feature):
             raise PlanError(name, rows, str(error), f"Use a multiple of {least}") from error
 
     def check_program(self, program: Callable[[], Program], options: VocabularyOptions, args: Any) -> None:
-        """Refuse an early reduction of gradients that would not meet that of other replicas."""
+        """Refuse ``--overlap-grad-reduce`` where replicas would start reductions in different orders."""
         check_reductions_meet(program, args, _SWITCH)
 
     def before_transfers(self, program: Program, options: VocabularyOptions, speeds: Sequence[float] | None) -> Program:
@@ -354,7 +354,7 @@ class Vocabulary(Feature):
         return add_embedding(add_vocabulary(program, speeds=speeds), speeds=speeds)
 
     def price(self, costs: Costs, options: VocabularyOptions, program: Program, figures: Figures) -> Costs:
-        """Every stage has its share of what the first and the last chunk had."""
+        """Divide the costs of embedding and output layer from the first and the last chunk over all stages."""
         stages = program.shape.stages
         shares = options.shares or [1] * stages
         first, last = program.shape.path[0], program.shape.path[-1]

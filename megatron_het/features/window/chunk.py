@@ -1,8 +1,8 @@
-"""One ministage's parameters and gradients: sharded when closed, whole while it is open.
+"""One ministage's parameters and gradients: sharded when closed, gathered while it is open.
 
 Built on the buffers of Megatron's DDP.  A buffer's storage is freed and allocated again under its
-views, so modules, autograd and optimizer keep their tensors.  What lives on while a ministage is
-closed is the rank's shard of every bucket.
+views, so modules, autograd and optimizer keep their tensors.  While a ministage is closed, only
+the rank's shard of every bucket stays in memory.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from megatron_het.device.simulated import is_simulated
 from megatron_het.features.window.shards import Pending, layer_of, num_layers_of, parts_of
 from megatron_het.runtime.executor import drop_copies
 
-# What the parameter window uses: bytes, collectives, and the shards' place in host memory.
+# Resources of the parameter window: bytes, collectives, and host copies of shards.
 
 
 class Streams:
-    """One CUDA stream per device and purpose, made when it is first asked for."""
+    """One CUDA stream per device and purpose, created lazily."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
@@ -42,8 +42,8 @@ class Streams:
 class WindowUse:
     """Bytes held by a rank's window, by kind, and the collectives that it ran.
 
-    Kinds: ``parameter`` (whole parameters of open ministages), ``shard`` (parameter shards on the
-    device), ``gradient`` (whole gradients), ``gradient_shard`` (reduced, waiting for the update), and
+    Kinds: ``parameter`` (gathered parameters of open ministages), ``shard`` (parameter shards on the
+    device), ``gradient`` (gradients before reduction), ``gradient_shard`` (reduced, waiting for the update), and
     ``optimizer`` (its state on the device, when it is offloaded between updates).
     """
 
@@ -52,8 +52,8 @@ class WindowUse:
     held_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_total_bytes: int = 0
-    streams: Streams = field(default_factory=Streams)  # the CUDA streams of this window; they go with it
-    ends_when_waited_for: bool = False  # whether reductions count as under way until somebody waits for them
+    streams: Streams = field(default_factory=Streams)  # the CUDA streams of this window
+    ends_when_waited_for: bool = False  # whether reductions count as unfinished until something waits for them
 
     def add(self, kind: str, count: int) -> None:
         """Account for ``count`` more (or, negative, fewer) bytes of a kind."""
@@ -78,7 +78,7 @@ class WindowUse:
 
 
 class HostCopy:
-    """A tensor's place in host memory (pinned, for a CUDA tensor, and copied on an own stream).
+    """A tensor's copy in host memory (pinned for a CUDA tensor, and copied on a stream of its own).
 
     Args:
         tensor: The tensor; its storage is freed by ``store`` and allocated again by ``fetch``.
@@ -132,7 +132,7 @@ class HostCopy:
         tensor.copy_(self._host, non_blocking=True)
 
     def read(self, device: torch.device) -> torch.Tensor:
-        """A copy of what was stored last, on a device; after ``fetch`` and ``wait``, where the tensor was freed."""
+        """The last stored contents as a tensor on ``device``; call ``fetch`` and ``wait`` first if it was freed."""
         assert self._is_ordered, "the copy to the host may still run"
         return self._host.to(device, non_blocking=True)
 
@@ -145,11 +145,11 @@ class HostCopy:
 
 
 class SideStream:
-    """A stream beside the one that computes, on which the next ministage is opened.
+    """A second CUDA stream, on which the next ministage is opened while the compute stream runs.
 
-    On the CPU it does nothing.  Tensors are allocated and freed in the order of the computing
-    stream: entering orders the side stream after what the computing stream has been given so far,
-    and ``join`` orders the computing stream after the side stream.
+    On the CPU it does nothing.  Tensors are allocated and freed in the order of the compute
+    stream: entering orders the side stream after the work queued on the compute stream so far,
+    and ``join`` orders the compute stream after the side stream.
 
     Args:
         device: Where the tensors are.
@@ -159,14 +159,14 @@ class SideStream:
         self._stream = streams.of(device, "open")
 
     def following(self) -> contextlib.AbstractContextManager[Any]:
-        """Queues what runs inside on the side stream."""
+        """A context whose work is queued on the side stream."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind what the side stream has been given so far."""
+        """An event after the work queued on the side stream so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -174,12 +174,12 @@ class SideStream:
         return event
 
     def join(self) -> None:
-        """Order the computing stream after the side stream."""
+        """Order the compute stream after the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """A tensor that may be let go of while the side stream still reads it."""
+        """Protect a tensor that may be freed while the side stream still reads it."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
@@ -193,7 +193,7 @@ class Bucket:
 
     source: Any  # Megatron's bucket, with ``param_data`` and ``grad_data``
     layer: int  # index of the layer within the ministage
-    shard: torch.Tensor  # this rank's part of the parameters; for a resident ministage a view of the whole
+    shard: torch.Tensor  # this rank's part of the parameters; for a resident ministage a view of the buffer
     gradient: torch.Tensor | None = None  # this rank's part of the reduced gradients, from the reduction to the update
     host: HostCopy | None = None  # the shard's place in host memory, with offload
     gathering: Pending | torch.cuda.Event | None = None
@@ -225,7 +225,7 @@ class ChunkWindow:
         buffers = self.ddp.buffers  # none in a ministage without layers
         self.parts = parts_of(buffers, self.group)
         self.side = SideStream(buffers[0].param_data.device if buffers else torch.device("cpu"), self.use.streams)
-        # A rank that is alone in its group owns all of every bucket: without offload there is
+        # A rank that is alone in its group owns every bucket entirely: without offload there is
         # nothing to free.
         self.is_resident = self.group.size() == 1 and not self.offload
         names = {p: name for name, p in self.ddp.module.named_parameters()}
@@ -234,7 +234,7 @@ class ChunkWindow:
             for source in buffer.buckets:
                 layer = layer_of(names[source.params_list[0]], count)
                 self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
-            buffer.reset = lambda: None  # it would write to freed memory: gradients are zeroed when allocated
+            buffer.reset = lambda: None  # the original would write to freed memory; gradients are zeroed when allocated
             setattr(buffer, _ATTRIBUTE, self)
         self.buckets.sort(key=lambda bucket: bucket.layer)
         self._wait_before_use()
@@ -267,7 +267,7 @@ class ChunkWindow:
                 self.use.add("shard", -bucket.shard.nbytes)
 
     def open(self) -> None:
-        """Allocate the whole parameters; their contents come with ``gather``."""
+        """Allocate the full parameters; ``gather`` fills them."""
         if self.is_open:
             return
         self.is_open = True
@@ -296,20 +296,20 @@ class ChunkWindow:
         _wait_gathers(self.buckets)
 
     def close(self) -> None:
-        """Free the whole parameters; the shards stay."""
+        """Free the full parameters; the shards stay."""
         if not self.is_open:
             return
         self.wait()
         self.is_open = False
         self.use.add("parameter", -self._bytes("param_data"))
         if not self.is_resident:
-            drop_copies(self.ddp.module)  # they would stay where the weights do not
+            drop_copies(self.ddp.module)  # they would outlive the weights
             for buffer in self.ddp.buffers:
                 buffer.param_data.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Whole parameters, of which this rank's parts alone have their contents, for a moment."""
+        """Full parameters inside the block, in which only this rank's parts have their contents."""
         if self.is_open:
             yield
             return
@@ -320,7 +320,7 @@ class ChunkWindow:
 
     @torch.no_grad()
     def _show_own(self) -> None:
-        """Open with the contents of this rank's parts alone."""
+        """Open the chunk with the contents of this rank's parts only."""
         self.fetch()
         self.open()
         for bucket in self.buckets:
@@ -331,7 +331,7 @@ class ChunkWindow:
 
     @torch.no_grad()
     def take_shards(self) -> None:
-        """Make the shards what the open parameters are: a state has been loaded into those."""
+        """Copy this rank's parts of the open parameters into the shards, after a state was loaded."""
         if not self.is_open or self.is_resident:
             return
         for bucket in self.buckets:
@@ -362,7 +362,7 @@ class ChunkWindow:
                 bucket.reducing = self.parts.reduce(bucket.source.grad_data)
 
     def has_reduced(self, start: int, stop: int) -> bool:
-        """Whether a reduction of layers ``[start, stop)`` has been started and its shards are not kept yet."""
+        """Whether a reduction of layers ``[start, stop)`` has been started and ``keep_gradient_shards`` not called."""
         return any(bucket.is_reduced for bucket in self._selected(start, stop))
 
     def is_reducing(self) -> bool:
@@ -371,7 +371,7 @@ class ChunkWindow:
         return any(self.use.ends_when_waited_for or not reducing.is_completed() for reducing in under_way)
 
     def keep_gradient_shards(self) -> None:
-        """Finish the reductions, add to this rank's shards and free the whole gradients."""
+        """Finish the reductions, add to this rank's shards and free the full gradients."""
         for bucket in self.buckets:
             if bucket.reducing is not None:
                 bucket.reducing.wait()
@@ -386,7 +386,7 @@ class ChunkWindow:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Free the whole gradients."""
+        """Free the full gradients."""
         if not self.has_gradients:
             return
         self.has_gradients = False
@@ -395,7 +395,7 @@ class ChunkWindow:
             buffer.grad_data.untyped_storage().resize_(0)
 
     def drop_gradient_shards(self) -> None:
-        """Forget the gradient shards after an update, or after an update that was skipped."""
+        """Free the gradient shards after an update or a skipped update."""
         for bucket in self.buckets:
             if bucket.gradient is not None:
                 self.use.add("gradient_shard", -bucket.gradient.nbytes)
@@ -406,7 +406,7 @@ class ChunkWindow:
     def dispose(self) -> None:
         """Give the chunk back to Megatron without contents: buffers, shards and host memory are freed.
 
-        The tensors stay, with empty storages; whoever needs the parameters reads them before.
+        The tensors stay, with empty storages; read the parameters before, if they are needed.
         """
         for hook in self._hooks:
             hook.remove()
@@ -437,7 +437,7 @@ class ChunkWindow:
         return sum(getattr(buffer, name).nbytes for buffer in self.ddp.buffers)
 
     def _wait_before_use(self) -> None:
-        """Let every module wait for its own bucket only, so that compute starts with the first layer."""
+        """Install hooks by which every module waits for its own bucket only, so that compute starts early."""
         owner = {p: bucket for bucket in self.buckets for p in bucket.source.params_list}
         for module in self.ddp.module.modules():
             mine = {id(b): b for p in module.parameters(recurse=False) if (b := owner.get(p))}
@@ -447,7 +447,7 @@ class ChunkWindow:
                 )
 
     def _open_while_loading(self) -> None:
-        """Let the module be whole while its ``load_state_dict`` runs, and take this rank's parts afterwards."""
+        """Install hooks that open the module for its ``load_state_dict`` and take this rank's parts afterwards."""
         module = self.ddp.module
         while hasattr(module, "module"):  # of 16 bits
             module = module.module
@@ -474,7 +474,7 @@ def window_of(buffer: Any) -> ChunkWindow | None:
 
 
 def _wait_gathers(buckets: Iterable[Bucket], *_unused: Any) -> None:
-    """Wait for what was started of some buckets; for a module's own ones its forward pre-hook."""
+    """Wait for the started gathers of some buckets; the forward pre-hook of modules."""
     for bucket in buckets:
         if bucket.gathering is not None:
             bucket.gathering.wait()
@@ -487,9 +487,9 @@ def _allocate(tensor: torch.Tensor) -> None:
 
 # The distributed optimizer over ministages that are closed already.
 #
-# Upstream takes the main parameters of all chunks out of their whole parameters at once.  Here a chunk
-# is whole only while its own are taken, so that a stage need not fit into the device's memory.  Buffers
-# of no window are left to upstream.
+# Upstream copies the main parameters of all chunks out of their full parameters at once.  Here a chunk
+# is open only while its own are copied, so that a stage need not fit into the device's memory.  Buffers
+# without a window are left to upstream.
 
 
 def chunk_by_chunk(original: type) -> type:

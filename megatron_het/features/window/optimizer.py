@@ -8,11 +8,11 @@ update needs no whole parameters.
 The exact update leaves ``optimizer.step()`` to Megatron up to the inner step: unscaling, overflow
 check, norm, clipping.  Instead of stepping, the gradients (clipped by then) and the parameter
 groups (with this iteration's learning rate) are kept, and each ministage is stepped when it is next
-opened.  An iteration that overflows never gets there, so nothing is undone.
+opened.  An iteration that overflows keeps nothing, so nothing needs to be undone.
 
-Updates inside the iteration take the gradients as they are.  Under ``undo`` the state before the
-update and the gradients go to the host; when Megatron's ``optimizer.step()`` then skips or clips,
-the old state comes back when the ministage is next opened, and a clipped update is made there.
+Updates inside the iteration use the gradients unclipped.  Under ``undo`` the state before the
+update and the gradients are copied to the host.  If Megatron's ``optimizer.step()`` then skips or clips,
+the old state is restored when the ministage is next opened, and a clipped update is made there.
 """
 
 import functools
@@ -47,8 +47,8 @@ class ChunkedOptimizer:
     """Steps Megatron's optimizer chunk by chunk.
 
     Args:
-        optimizer: What ``get_megatron_optimizer`` returned.
-        options: When updates are made, and where the state lives.
+        optimizer: The result of ``get_megatron_optimizer``.
+        options: Time of updates, and place of the state.
         owners: Ranks that hold parts of this rank's ministages: the ranks of its stage.
     """
 
@@ -81,8 +81,8 @@ class ChunkedOptimizer:
             if options.update == "undo"
         ]
         self._squares: torch.Tensor | None = None
-        # Instance attributes: this optimizer's gradients and parameters are not where the methods
-        # of its class look for them.
+        # Instance attributes shadow methods of the class, which would not find this optimizer's gradients
+        # and parameters.
         self._optimizer._copy_model_grads_to_main_grads = self._attach_all
         self._optimizer.step_with_ready_grads = self._defer
         # For checkpoints, parameter by parameter in the order of the chunks.
@@ -96,7 +96,7 @@ class ChunkedOptimizer:
             self._optimizer.get_grads_for_grad_norm = self._norm_so_far
 
     def _collect_entries(self) -> None:
-        """Find every main parameter's shard, and let fp32 main parameters live in the shards."""
+        """Find every main parameter's shard, and make fp32 main parameters views of the shards."""
         owner = {
             p: (c, bucket)
             for c, chunk in enumerate(self._chunks)
@@ -125,7 +125,7 @@ class ChunkedOptimizer:
             chunk.store()
 
     def detach(self) -> None:
-        """Let Megatron's optimizer work by its own methods again, and forget what was kept for it."""
+        """Restore the methods of Megatron's optimizer, and drop everything kept for it."""
         for name in _REPLACED:
             vars(self._optimizer).pop(name, None)
         self._pending.clear()
@@ -142,19 +142,19 @@ class ChunkedOptimizer:
 
     @torch.no_grad()
     def _attach_all(self) -> None:
-        """In place of the copy from the (freed) gradient buffers."""
+        """Attach all gradient shards to main parameters; replaces the copy from the (freed) gradient buffers."""
         for c in range(len(self._chunks)):
             if self._undo:
                 self._undo[c].fetch_gradients()
             self._attach(c)
 
     def _norm_so_far(self, *_unused: Any) -> list[torch.Tensor]:
-        """The norm of this rank's gradients, which an update has used up when Megatron asks for it."""
+        """The recorded norm of this rank's gradients, which no longer exist when Megatron asks for it."""
         return [] if self._squares is None else [self._squares.sqrt()]
 
     @torch.no_grad()
     def _defer(self) -> bool:
-        """In place of the inner step and the gather: keep what the steps need."""
+        """Keep the gradients and groups for later steps; replaces the inner step and the gather."""
         if self._options.update in ("at-once", "per-ministage"):
             return True
         for c, entries in enumerate(self._entries):
@@ -170,7 +170,7 @@ class ChunkedOptimizer:
         return True
 
     def _lend(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The main parameter and its state, on the device until those of another chunk are asked for."""
+        """The main parameter and its state, on the device until those of another chunk are requested."""
         self._bring(self._owner[parameter])
         method = type(self._optimizer)._get_main_param_and_optimizer_states
         found: dict[str, torch.Tensor] = method(self._optimizer, parameter)
@@ -182,9 +182,9 @@ class ChunkedOptimizer:
         type(self._optimizer)._set_main_param_and_optimizer_states(self._optimizer, parameter, tensors)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """In place of the loading that allocates all state at once: there is state already, and its tensors stay.
+        """Load into the existing state tensors; replaces the loading that allocates all state at once.
 
-        Fused optimizers would make new ones from tensors whose memory may be freed by now.
+        Fused optimizers would make new tensors from tensors whose memory may be freed by now.
         """
         self._make_states()
         inner = self._optimizer.optimizer
@@ -197,7 +197,7 @@ class ChunkedOptimizer:
 
     @torch.no_grad()
     def _make_states(self) -> None:
-        """The state that a first step would make, chunk by chunk."""
+        """Create the optimizer state that a first step would create, chunk by chunk."""
         inner = self._optimizer.optimizer
         counts_each = isinstance(inner, torch.optim.Adam)
         for c, entries in enumerate(self._entries):
@@ -212,7 +212,7 @@ class ChunkedOptimizer:
 
     @torch.no_grad()
     def _reload(self, state_dict: dict[str, Any] | None = None) -> None:
-        """In place of the copy from whole parameters: main parameters become what the shards, or given ones, are."""
+        """Copy the shards, or a given state, into main parameters; replaces the copy from full parameters."""
         if state_dict is not None:  # read from there, written to all main parameters at once
             for c in range(len(self._chunks)):
                 self._hold(c)
@@ -230,7 +230,7 @@ class ChunkedOptimizer:
     # -- what the window calls -----------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new iteration: shards of gradients that nobody waits for (a skipped step) are dropped."""
+        """Start an iteration: drop gradient shards that no update will use (after a skipped step)."""
         self._groups.clear()
         self._squares = None
         for c, chunk in enumerate(self._chunks):
@@ -238,31 +238,31 @@ class ChunkedOptimizer:
                 chunk.drop_gradient_shards()
 
     def give_back(self) -> None:
-        """Bring what a checkpoint has read or written of a chunk to where it lives between updates."""
+        """Return the chunk's state that a checkpoint has accessed to its place between updates."""
         if self._lent is not None:
             chunk, self._lent = self._lent, None
             self._let_go(chunk)
 
     def store_all(self) -> None:
-        """Bring all state to where it lives between updates."""
+        """Return all state to its place between updates."""
         for state in self._states.values():
             state.store()
 
     def fetch(self, chunk: int) -> None:
-        """Start to bring the chunk's state to the device, if an update is due."""
+        """Start copying the chunk's state to the device, if an update is pending."""
         if chunk in self._states and self._is_due(chunk):
             self._states[chunk].fetch()
 
     def fetch_all(self) -> None:
-        """Bring all state to the device."""
+        """Copy all state to the device."""
         for chunk in self._states:
             self._fetch_state(chunk)
 
     @torch.no_grad()
     def apply_pending(self, chunk: int) -> None:
-        """Bring the chunk up to date before its parameters are used.
+        """Apply the chunk's pending update before its parameters are used.
 
-        Takes back an update that ``optimizer.step()`` did not confirm, and makes the one that it
+        Undoes an update that ``optimizer.step()`` did not confirm, and makes the update that it
         kept, if there is one.
         """
         if not self._is_due(chunk):
@@ -275,7 +275,7 @@ class ChunkedOptimizer:
             groups, kept = self._pending.pop(chunk)
             for main, gradient in kept:
                 main.grad = gradient
-                if gradient.is_cuda:  # let go of on another stream than the one that made it
+                if gradient.is_cuda:  # freed on another stream than the one that made it
                     gradient.record_stream(torch.cuda.current_stream())
             self._step(chunk, groups)
         else:
@@ -300,7 +300,7 @@ class ChunkedOptimizer:
     # -- helpers -------------------------------------------------------------------------------
 
     def _bring(self, chunk: int) -> None:
-        """Have a chunk's shards and state on the device, and those of the one that was there before back in place."""
+        """Copy a chunk's shards and state to the device, and return those of the previous chunk to their place."""
         if chunk != self._lent:
             self.give_back()
             self._lent = chunk
@@ -338,7 +338,7 @@ class ChunkedOptimizer:
                     self._check.see(self._copies[entry.main], entry.main.grad)
 
     def _measure(self, chunk: int) -> None:
-        """Add to the norm that is reported, and clip by the chunk's own norm if told to."""
+        """Add to the reported norm, and under ``per-ministage`` clip by the chunk's own norm."""
         mains = [entry.main for entry in self._entries[chunk]]
         counted = self._optimizer._filter_grads_for_norm(mains)
         for gradient in counted:
@@ -377,7 +377,7 @@ class ChunkedOptimizer:
             self._chunks[chunk].drop_gradient_shards()
 
     def _show(self, chunk: int) -> None:
-        """Write main parameters into the shards that will be gathered."""
+        """Copy main parameters into the shards that will be gathered."""
         for entry in self._entries[chunk]:
             if not entry.in_shard:
                 entry.of(entry.bucket.shard).copy_(entry.main)

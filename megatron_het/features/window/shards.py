@@ -24,7 +24,7 @@ from megatron_het.distributed import Axis
 from megatron_het.plan.placement import cuts
 from megatron_het.runtime.building import ChunkedBuilder, PlacedHybridModelBuilder
 
-# Building the chunks of a parameter window: never is a whole stage in memory.
+# Building the chunks of a parameter window: a stage is never in memory as a whole.
 
 
 # The layout of a windowed chunk's buffers: one bucket per transformer layer.
@@ -37,10 +37,10 @@ _LATER = re.compile(r"(?:^|\.)mtp\.")  # layers for multi-token prediction come 
 
 
 def layer_of(name: str, num_layers: int) -> int:
-    """The layer of a chunk whose bucket a parameter belongs to.
+    """The layer of a chunk whose bucket holds a parameter.
 
-    Embeddings go with the first layer; the final norm, layers for multi-token prediction and the output layer with the
-    last one, so that a chunk of L layers has L buckets.
+    Embeddings are in the bucket of the first layer; the final norm, layers for multi-token prediction and the output
+    layer are in that of the last one, so that a chunk of L layers has L buckets.
     """
     found = _number(name)
     if found is not None:
@@ -55,7 +55,7 @@ def num_layers_of(chunk: torch.nn.Module) -> int:
 
 
 def _number(name: str) -> int | None:
-    """Index of the layer of the chunk that has a parameter; None where it is beside the layers."""
+    """Index of the chunk's layer that has a parameter; None for a parameter outside the layers."""
     found = None if _LATER.search(name) else _LAYER.search(name)
     return int(found.group(1)) if found else None
 
@@ -82,7 +82,7 @@ def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedD
             )
             for parameter, (start, end, bucket) in part.param_index_map.items():
                 index_map[parameter] = (base + start, base + end, len(buckets) + bucket)
-            # One bucket, or two: upstream gives a copy of tied embeddings one of its own.
+            # One bucket, or two: upstream puts a copy of tied embeddings into a bucket of its own.
             buckets += [(base + start, base + end) for start, end in part.bucket_indices]
             unpadded += part.per_bucket_numel_unpadded
             base = buckets[-1][1]
@@ -105,7 +105,7 @@ class WindowBuilder(ChunkedBuilder):
         return True
 
     def _finish_all(self, chunks: Iterator[Any], finish: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Each chunk is finished, which closes its window, before the next one is built.
+        """Finish each chunk, which closes its window, before the next one is built.
 
         Hooks see one chunk at a time.
         """
@@ -128,18 +128,18 @@ class WindowBuilder(ChunkedBuilder):
 
 
 class WindowGPTModelBuilder(WindowBuilder, GPTModelBuilder):
-    """Builds a GPTModel that way."""
+    """Builds the chunks of a GPTModel on layered buffers."""
 
 
 class WindowHybridModelBuilder(WindowBuilder, PlacedHybridModelBuilder):
-    """Builds a HybridModel that way."""
+    """Builds the chunks of a HybridModel on layered buffers."""
 
 
 _ATTRIBUTE = "het_state_shares"
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> Any:
         """Block, or order the current stream, until it is done."""
@@ -159,16 +159,16 @@ class Parts:
         return shard_buffer(whole, self._group.size())[self._group.rank()]
 
     def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Pending:
-        """Start to fill ``whole`` from everybody's ``part``."""
+        """Start to fill ``whole`` from every rank's ``part``."""
         return dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
 
     def reduce(self, whole: torch.Tensor) -> Pending:
-        """Start to sum ``whole`` over the ranks into everybody's own part; the rest is lost."""
+        """Start to sum ``whole`` over the ranks into every rank's own part; the rest is undefined."""
         return dist.reduce_scatter_tensor(self.own(whole), whole, group=self._group, async_op=True)
 
 
 class UnequalParts(Parts):
-    """Parts by shares.
+    """Parts in proportion to shares.
 
     Args:
         group: The ranks that share the buckets.
@@ -211,7 +211,7 @@ class UnequalParts(Parts):
 
 
 class _Together:
-    """Several collectives that count as one."""
+    """Several collectives, handled as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
@@ -227,7 +227,7 @@ class _Together:
 
 
 def set_shares(chunks: list[Any], shares: Sequence[float] | None) -> list[Any]:
-    """Say how the buffers of wrapped chunks are divided, before the optimizer is built on them.
+    """Set how the buffers of wrapped chunks are divided, before the optimizer is built on them.
 
     Args:
         chunks: Model chunks in Megatron's DDP.
@@ -243,7 +243,7 @@ def set_shares(chunks: list[Any], shares: Sequence[float] | None) -> list[Any]:
 
 
 def shares_of(buffer: Any) -> tuple[float, ...] | None:
-    """Returns what ``set_shares`` said of a buffer, None for equal parts."""
+    """Returns the shares of a buffer from ``set_shares``, None for equal parts."""
     return getattr(buffer, _ATTRIBUTE, None)
 
 
@@ -256,8 +256,8 @@ def parts_of(buffers: Sequence[Any], group: dist.ProcessGroup) -> Parts:
 # The distributed optimizer over buffers that are divided unequally.
 #
 # Upstream derives every range of parameters, gradients and state from one method, which cuts buckets
-# into equal parts.  Of what it does with the ranges, two things need equal parts: the gather of the
-# state for a checkpoint, and the assertion that every rank has an optimizer step to report.  Buffers
+# into equal parts.  Two uses of the ranges need equal parts: the gather of the state for a checkpoint,
+# and the assertion that every rank has an optimizer step to report.  Buffers
 # without shares are left to upstream.
 
 _NOBODY = "no parameter"  # a key of the inner optimizer's state that belongs to no parameter
@@ -300,7 +300,7 @@ def divided(original: type) -> type:
             inner = self.optimizer
             if any(group["params"] for group in inner.param_groups):
                 return super().state_dict()
-            # A rank whose share is empty reports the step of the others; of experts that are on other ranks, none.
+            # A rank with an empty share reports the step of the others; for experts of other ranks it reports none.
             if isinstance(inner, torch.optim.Adam):  # which keeps it with every parameter
                 inner.state[_NOBODY] = {"step": torch.tensor(self._steps)}  # type: ignore[index]
                 try:
@@ -334,11 +334,11 @@ def _own_range(buffer: Any, bucket_index: int) -> Any:
 def _gather_buffer(
     optimizer: Any, buffer: Any, ranges: list[dict[str, Any]], into: dict[str, Any] | None, gloo: bool
 ) -> None:
-    """Collective: put everybody's state of one buffer into upstream's tensors, which have no padding."""
+    """Collective: put every rank's state of one buffer into upstream's tensors, which have no padding."""
     group = optimizer.data_parallel_group_gloo if gloo else optimizer.data_parallel_group
     device = torch.device("cpu") if gloo else buffer.param_data.device
     shares = shares_of(buffer)
-    assert shares is not None  # or upstream's own method would have been taken
+    assert shares is not None  # without shares upstream's own method runs
     parts = UnequalParts(group, shares)
     base = 0
     for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):

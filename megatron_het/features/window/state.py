@@ -1,7 +1,7 @@
 """Optimizer state of a ministage: in host memory between updates, and backed up before one.
 
-Both are for the tensors of the inner optimizer: main parameters and the state that belongs to them
-(Adam's two moments, and the count of steps, which is a number and stays where it is).
+Both handle the tensors of the inner optimizer: main parameters and their state
+(Adam's two moments; the count of steps is a number and is not moved).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,26 +14,26 @@ from megatron_het.features.window.chunk import Bucket, ChunkWindow, HostCopy, St
 
 # Gradients summed beyond the replicas that share shards: over other classes of replicas, and over tied embeddings.
 #
-# Replicas of one TP and EP size share parameters, gradients and state; those of other sizes have a copy of their own,
-# which they share.  Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
-# sums layer by layer (``distributed/resharding.py``), so that one layer's gradients are whole at a time.  Of tied
-# embeddings the first ministage of the model and the last one have a copy each, on one stage or on two, whose gradients
-# are added up once both are reduced.
+# Replicas with equal TP and EP (a class) divide parameters, gradients and state; every class has a copy of its own.
+# Once a ministage's gradients are reduced to shards inside every class, leaders add up the classes'
+# sums layer by layer (``distributed/resharding.py``), so that only one layer's gradients are gathered at a time.  With
+# tied embeddings the first and the last ministage of the model have a copy each, on one stage or on two, whose
+# gradients are added up once both are reduced.
 
 
 class StageSums:
-    """The sums that this rank's stage takes part in.
+    """Gradient sums of this rank's stage beyond the replicas of one class.
 
     Args:
-        classes: Between replicas of different TP or EP in the stage; None where there is one class.
-        ends: Between the stages that hold copies of tied embeddings; None on others.
+        classes: Exchange between replicas of different TP or EP in the stage; None where there is one class.
+        ends: Exchange between the stages that hold copies of tied embeddings; None on others.
     """
 
     def __init__(self, classes: ShardExchange | None = None, ends: ShardExchange | None = None) -> None:
         self._classes, self._ends = classes, ends
 
     def over_classes(self, chunk: ChunkWindow) -> None:
-        """Make a reduced ministage's gradient shards those of the sum over all classes of its stage.  Collective."""
+        """Replace a reduced ministage's gradient shards by the sum over all classes of its stage.  Collective."""
         if self._classes is None:
             return
         tied = self._tied(chunk)  # the sum over both ends holds for all classes
@@ -41,7 +41,7 @@ class StageSums:
             _sum(self._classes, chunk, bucket, [p for p in bucket.source.params_list if p is not tied])
 
     def over_ends(self, chunks: Sequence[ChunkWindow]) -> None:
-        """Make the gradient shards of tied embeddings those of the sum over all copies.  Collective.
+        """Replace the gradient shards of tied embeddings by the sum over all copies.  Collective.
 
         Args:
             chunks: All ministages of this rank, which has both copies where both ends of the model are on its stage;
@@ -98,7 +98,7 @@ def _sum(exchange: ShardExchange, chunk: ChunkWindow, bucket: Bucket, parameters
 
 
 def _whole(chunk: ChunkWindow, bucket: Bucket) -> torch.Tensor:
-    """The gradients of a bucket with this rank's part alone: parts add up to the class's sum."""
+    """The gradients of a bucket, zero outside this rank's part: the ranks' tensors add up to the class's sum."""
     assert bucket.gradient is not None
     whole = bucket.gradient.new_zeros(bucket.source.grad_data.numel())
     chunk.parts.own(whole).copy_(bucket.gradient)
@@ -132,10 +132,10 @@ class Entry:
 
 
 class OffloadedState:
-    """The optimizer's tensors of one ministage, which live in host memory between updates.
+    """The optimizer's tensors of one ministage, which are in host memory between updates.
 
     Args:
-        entries: The ministage's main parameters.  Those that are views of the shards travel with them.
+        entries: The ministage's main parameters.  Views of the shards are moved with the shards.
         use: Where bytes are counted, under ``optimizer``.
     """
 
@@ -159,7 +159,7 @@ class OffloadedState:
     def store(self) -> None:
         """Bring the state, including what an update has created, to the host."""
         self._count(self._bytes())
-        # State that was removed, because its first update was taken back, does not come back.
+        # State that was removed, because its first update was undone, is not copied back.
         present = set(self._tensors())
         self._hosts = {tensor: host for tensor, host in self._hosts.items() if tensor in present}
         for tensor in self._tensors():
@@ -225,7 +225,7 @@ class Backup:
 
 
 class UndoLog:
-    """A ministage's update that may have to be taken back, with the gradients that it used.
+    """A ministage's update that may have to be undone, with the gradients that it used.
 
     Args:
         entries: The ministage's main parameters.
@@ -246,7 +246,7 @@ class UndoLog:
         return self._backup.is_taken
 
     def begin(self, groups: Sequence[dict[str, Any]], inverse_scale: torch.Tensor | None) -> None:
-        """Before the update: back up, and take the loss scale out of the gradients.
+        """Before the update: back up the state, and divide the gradients by the loss scale.
 
         Args:
             groups: The parameter groups as they are before the update.
@@ -261,7 +261,7 @@ class UndoLog:
                     entry.main.grad = entry.main.grad * inverse_scale
 
     def store_gradients(self) -> None:
-        """After the update: the reduced gradients go to the host."""
+        """After the update: copy the reduced gradients to the host."""
         for bucket, gradient in self._buckets():
             if id(bucket) not in self._gradients:
                 self._gradients[id(bucket)] = HostCopy(gradient, self._use.streams)
@@ -290,11 +290,11 @@ class UndoLog:
         return not right or bool(torch.stack(right).all().item())
 
     def confirm(self) -> None:
-        """The update stands."""
+        """Keep the update and drop the backup."""
         self._backup.is_taken = False
 
     def take_back(self) -> list[dict[str, Any]]:
-        """Restore what was there before the update, and return the parameter groups of then."""
+        """Restore the state before the update, and return the parameter groups as they were then."""
         self._backup.restore()
         for group, before in zip(self._inner.param_groups, self._groups, strict=True):
             if not before["params"]:
