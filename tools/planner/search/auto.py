@@ -1,4 +1,4 @@
-"""The default search: the cluster and its parts searched by all means, and the published methods beside them."""
+"""The default search: our own search on the cluster and its parts, and the three published methods."""
 
 import time
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ from .pools import Limits, nodes_left_out, pools_left_out
 FEW = replace(NORMAL, first=0)
 """For the published methods: only finalists that look better than a known plan are simulated."""
 OF_A_SIZE = replace(NORMAL, seeds=40, beam=2, counts=2, parts=1, exact_gpus=0)
-"""For one kind of GPU in a given number, of which many are searched."""
+"""Effort for single kinds and small parts of a cluster, because many of these are searched."""
 OVERFULL = 1.5
-"""Where nothing fits, and what comes nearest fills a GPU so many times, nothing but the whole cluster is searched."""
-MOST_IN_USE = 2  # parts that the best plans are on, to be searched
+"""If nothing fits and the nearest candidate fills a GPU this many times, only the whole cluster is searched."""
+MOST_IN_USE = 2  # best plans whose nodes are searched as a cluster of their own
 LEAST_S = {True: 2.0, False: 0.3}
-"""CPU seconds of a published method at least, on clusters that are not too large and on others."""
+"""Least CPU seconds of a published method, by whether the cluster is small enough for a thorough search."""
 
 
 def search_auto(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort | None = None, known: float = inf
 ) -> SearchResult:
-    """See the module's text.  Interrupting it (Ctrl-C) returns the best found so far.
+    """Run the default search.  Interrupting it (Ctrl-C) returns the best plans found so far.
 
     Args:
-        known: Value of a plan that is known already, in seconds or USD; worse ones are of no use.
+        known: Value of a known plan, in seconds or USD; worse plans are skipped.
     """
     progress = progress or Progress()
     started = time.process_time()
@@ -49,23 +49,23 @@ def search_auto(
             whole = part_search(context, context.whole, _least(context, outcome))
             outcome.exact = whole.exact
             _join(context, outcome, whole)
-            if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # else fewer GPUs hold it even less
+            if outcome.nearest is None or outcome.nearest[1].fullest < OVERFULL:  # otherwise fewer GPUs fit even less
                 if goal.objective != "cost" and not context.has_many_pools:
                     _kinds_alone(context, outcome)
-                if context.is_near and not outcome.exact:  # a proof knows smaller clusters
+                if context.is_near and not outcome.exact:  # a proven optimum covers smaller clusters
                     _parts_alone(context, outcome)
                 _published_methods(context, outcome)
-        except KeyboardInterrupt:  # what was found before stands
+        except KeyboardInterrupt:  # earlier results are kept
             outcome.interrupted = True
     outcome.cpu_s = time.process_time() - started
     return outcome
 
 
 def _kinds_alone(context: SearchContext, outcome: SearchResult) -> None:
-    """The plans of each kind of GPU alone join the outcome, as they would be found if there were nothing else.
+    """Search each kind of GPU as a cluster of its own, and add the plans to the outcome.
 
-    So more kinds of GPUs never make a plan worse.  Kinds are left out where their bound leaves them no chance.  On
-    large clusters of many pools they come first: what they find spares the search of the whole cluster much.
+    So more kinds of GPUs never make a plan worse.  Kinds whose bound is above the best value are skipped.  On
+    large clusters of many pools the kinds come first: their plans let the search of the whole cluster skip much.
     """
     nodes = context.merged.estimator.cluster.nodes
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
@@ -81,9 +81,9 @@ def _kinds_alone(context: SearchContext, outcome: SearchResult) -> None:
 
 
 def _sizes_alone(context: SearchContext, outcome: SearchResult) -> None:
-    """Where money counts: one to all nodes of each pool alone, in powers of two and halfway between them.
+    """For the objective ``cost``: search numbers of nodes of each pool alone (1, 2, 3, 4, 6, 8, 12, ... and all).
 
-    The numbers are the same whatever else the cluster has, so that a larger cluster costs no more than a smaller one.
+    These numbers do not depend on the rest of the cluster, so that a larger cluster costs no more than a smaller one.
     """
     goal = context.goal
     for p, node in enumerate(context.merged.estimator.cluster.nodes):
@@ -100,9 +100,9 @@ def _sizes_alone(context: SearchContext, outcome: SearchResult) -> None:
 
 
 def _of_the_other_objective(context: SearchContext, outcome: SearchResult) -> None:
-    """Joins the cheapest plans for a limit on the price, the fastest for one on the time, where they keep to it.
+    """Search with the objective that the goal limits (price or time), and add the plans that meet the limit.
 
-    Else the best of them is what comes nearest.
+    If none meets it, the best of them becomes ``outcome.nearest``.
     """
     goal, progress = context.goal, context.progress
     left = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
@@ -119,13 +119,13 @@ def _of_the_other_objective(context: SearchContext, outcome: SearchResult) -> No
 
 
 def _parts_alone(context: SearchContext, outcome: SearchResult) -> None:
-    """The plans of parts of a cluster join the outcome, as if there were nothing else, as long as that is better.
+    """Search parts of a cluster as clusters of their own, as long as that gives better plans, and add these.
 
-    A small cluster is searched without a node, a pool or two nodes, and from the best of as many numbers of stages as
-    the whole: what a further node changes is much there, and little time is needed.  From the best one, one node more
-    is left out.  Of a larger one the nodes are searched that the best plans are on: starting points on all of them are
-    nearer to a good plan than those on nodes that are of no use.  At last comes the part without the one node that may
-    be missed most easily.
+    A small cluster is searched without one node, one pool or two nodes, with as many numbers of stages as the whole
+    cluster, because one node changes much there and a search is short.  From the best part one more node is left out.
+    On a larger cluster, the nodes of the best plans are searched: starting points on exactly these nodes are
+    nearer to a good plan than those that include useless nodes.  Last comes the cluster without the one node whose
+    loss raises the bound least.
     """
     estimator, whole = context.merged.estimator, context.whole
     effort = context.asked or (replace(OF_A_SIZE, counts=NORMAL.counts) if context.is_small else OF_A_SIZE)
@@ -146,7 +146,7 @@ def _parts_alone(context: SearchContext, outcome: SearchResult) -> None:
     parts = _in_use(context, outcome)
     if context.is_small:
         parts = fewer + pools_left_out(whole)
-        if context.goal.objective != "cost":  # whose bound leaves hardly a part out
+        if context.goal.objective != "cost":  # the bound of ``cost`` excludes hardly any part
             parts += nodes_left_out(estimator, whole, 2)
     for _ in range(MOST_LEFT_OUT):
         better = best_of(parts)
@@ -157,7 +157,7 @@ def _parts_alone(context: SearchContext, outcome: SearchResult) -> None:
 
 
 def _in_use(context: SearchContext, outcome: SearchResult) -> list[Limits]:
-    """The whole nodes of several kinds that the best plans are on, those of the best plan first."""
+    """The nodes of the best plans, as whole nodes of at least two kinds of GPU; the best plan's first."""
     nodes, goal, out = context.merged.estimator.cluster.nodes, context.goal, dict[Limits, None]()
     for found in sorted((f for f in outcome.found if f.runnable), key=lambda f: f.value(goal)):
         gpus = found.candidate.gpus()
@@ -173,18 +173,18 @@ def _may_be_better(context: SearchContext, outcome: SearchResult, limits: Limits
 
 
 def _least(context: SearchContext, outcome: SearchResult) -> float:
-    """Value of the best plan so far, or known before."""
+    """Value of the best plan so far, or of the known plan if that is better."""
     return context.known if outcome.best is None else min(context.known, outcome.best.value(context.goal))
 
 
 def _kind_alone(context: SearchContext, outcome: SearchResult, kind: str) -> SearchResult:
-    """The whole search where nothing but this kind is known, its plans in the pools of the cluster."""
+    """Search the cluster of this kind of GPU only; the plans are translated to the pools of the cluster."""
     estimator, goal, progress = context.estimator, context.goal, context.progress
     pools = [p for p, n in enumerate(estimator.cluster.nodes) if n.gpu == kind]
     limit = Progress(limit_s=progress.limit_s - (time.process_time() - progress.started))
     theirs = search_auto(estimator.only(pools), goal, limit, context.asked, _least(context, outcome))
     theirs.found = in_pools(estimator, theirs.found, pools)
-    theirs.exact = False  # of that kind
+    theirs.exact = False  # proven for that kind only
     theirs.evaluations += outcome.evaluations
     return theirs
 
@@ -196,7 +196,7 @@ def _join(context: SearchContext, outcome: SearchResult, theirs: SearchResult) -
 
 
 def _add(context: SearchContext, outcome: SearchResult, theirs: SearchResult) -> None:
-    """The plans of another search, and what it has counted."""
+    """Add the plans and the counters of another search to the outcome."""
     goal, known = context.goal, {found.candidate for found in outcome.found}
     outcome.found += [
         found
@@ -214,10 +214,10 @@ def _add(context: SearchContext, outcome: SearchResult, theirs: SearchResult) ->
 
 
 def _published_methods(context: SearchContext, outcome: SearchResult) -> None:
-    """The searches of Poplar, Zorse and Sailor: what they find joins the outcome; the best of all is taken.
+    """Run the methods of Poplar, Zorse and Sailor, and add their plans to the outcome.
 
-    They leave out what certainly takes longer than the best plan so far, which makes them short except
-    Sailor's on clusters of very many kinds of nodes; each ends when it has taken a tenth of the time before it.
+    They skip candidates that certainly take longer than the best plan so far.  Each ends after a tenth of the time
+    before it, or ``LEAST_S``; only Sailor's method needs that, on clusters of very many kinds of nodes.
     """
     from .papers import search_sailor, search_zorse
     from .poplar import search_poplar

@@ -39,15 +39,15 @@ class Load:
 
 
 class _Room(NamedTuple):
-    """Holds what decides how many layers fit into the memory of a group's replicas, whatever comes after the stage."""
+    """Memory figures of a group's replicas that do not depend on later stages; they decide how many layers fit."""
 
-    place: Place  # of one replica; what comes later is filled in when it is known
+    place: Place  # of one replica; fields about later stages are filled in by ``cap``
     replicas: int
     free: float  # bytes for layers and activations, the state of embedding and head taken off
-    undivided_free: float  # the same without that state
+    undivided_free: float  # ``free`` without that state taken off
     held_end: float  # bytes of the embedding's activations per microbatch in flight
     head: float  # bytes of logits and loss
-    layer: float  # state of a layer, and what is collected for its keys and values, bytes
+    layer: float  # state of a layer, and gradients of its keys and values, bytes
     held_layer: float  # activations of a layer, bytes per microbatch in flight
     ends: float  # parameters of embedding and head
     parameters: float  # of a layer
@@ -57,7 +57,7 @@ class Rooms:
     """Most layers that fit the memory of every replica of a stage.
 
     Under a parameter window replicas of different memory may keep different shares of the state: together they
-    must hold one copy of it, and each what is not divided.
+    hold one copy of it, and each replica holds the memory that is not divided.
     """
 
     __slots__ = ("_divided", "_like", "_may_divide", "_rooms", "_schedule", "_whole")
@@ -97,7 +97,7 @@ class Rooms:
             ends = first * u.embedding_parameters + last * u.head_parameters
             if last:
                 free -= max(0.0, u.head_workspace_bytes - u.workspace_bytes) / like.slices
-            # Gradients of keys and values are there once; figures of full recomputation have them for all that is held.
+            # Gradients of keys and values exist once; figures of full recomputation count them for all held passes.
             pool = collected * pool_size(model, g.tp) / like.cp_of(g)
             again = pool * (1 - g.kept) if like.recompute == "full" else 0.0
             self._rooms.append(
@@ -116,7 +116,7 @@ class Rooms:
             )
 
     def cap(self, later: int, after: int, count: int) -> int:
-        """Most layers, with so many replicas in so many later stages, and so many stages in all; may be below 1."""
+        """Most layers of one of ``count`` stages with ``later`` replicas in ``after`` later stages; may be below 1."""
         least = 1 << 30
         for room in self._rooms:
             place = room.place
@@ -159,7 +159,7 @@ def balance(
     """A candidate with these stages and the numbers of layers that balance them.
 
     Args:
-        like: Everything else is taken from here.
+        like: All other settings are taken from this candidate.
         fits: Memory limits the layers of a stage.
 
     Returns:
@@ -191,7 +191,7 @@ def balance(
     if rows and len(rows) != count:
         rows = rows_of((1,) * count, model.tied_embeddings)
     stages = tuple([Stage(n, g).of(n) for n, g in zip(layers, groups)])
-    like = like.with_(depths=(MEETING,) * (count - 1)) if meets else like  # twice as many in flight, too
+    like = like.with_(depths=(MEETING,) * (count - 1)) if meets else like  # twice as many microbatches in flight
     if like.across_replicas:
         return like.with_(stages=stages, rows=rows).over_replicas(like.ep)
     return like.with_(stages=stages, rows=rows, ep=gcd(like.ep, max([g.tp for stage in groups for g in stage])))
@@ -232,7 +232,7 @@ def relieved(estimator: Estimator, candidate: Candidate, most_s: float = inf) ->
 
 
 def _kept_layers(estimator: Estimator, layers: int, again: GroupMemory, kept: GroupMemory) -> int:
-    """How many layers a rank can keep, from its memory where it keeps none and all."""
+    """Number of layers whose activations fit, interpolated between the memory with none and with all of them kept."""
     free = estimator.memory_margin * again.capacity_bytes
     if kept.total_bytes <= free:
         return layers
@@ -242,11 +242,11 @@ def _kept_layers(estimator: Estimator, layers: int, again: GroupMemory, kept: Gr
 
 
 def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[int]) -> list[int]:
-    """Layers of a hybrid model's stages, cut where their work comes nearest to that of so many equal layers.
+    """Layers of a hybrid model's stages, cut where their work is nearest to that of ``layers`` equal layers.
 
     Args:
-        group: Whose times weigh the kinds of layers.
-        layers: Of each stage, if all took as long.
+        group: The group whose times weigh the kinds of layers.
+        layers: Number of layers of each stage, if all took equally long.
     """
     model = estimator.model
     if not model.kinds or like.chunks > 1 or like.sizes:
@@ -270,10 +270,10 @@ def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[i
 
 @cache
 def ends_of(rows: tuple[tuple[float, float], ...], count: int) -> tuple[tuple[float, float], ...]:
-    """The parts of the embedding and of the output layer that each of so many stages would have.
+    """The parts of the embedding and of the output layer on each of ``count`` stages.
 
     Args:
-        rows: Those of a candidate.  A vocabulary that is split over another number of stages would be split evenly.
+        rows: ``rows`` of a candidate; a vocabulary that is split over another number of stages is split evenly.
     """
     if not rows:
         return tuple((float(s == 0), float(s == count - 1)) for s in range(count))
@@ -289,11 +289,11 @@ def layer_rooms(
     last: float,
     slack: float,
 ) -> Rooms | None:
-    """How many layers fit every replica of a stage, as other candidates know it; None where one has no figures.
+    """The :class:`Rooms` of a stage, cached over candidates; None where a replica has no figures.
 
     Args:
         first, last: The parts of the embedding and of the head that the stage has.
-        slack: In place of that of ``like``.
+        slack: Replaces the slack of ``like``.
     """
     c = like
     point = (
@@ -316,7 +316,7 @@ def layer_rooms(
 def stage_load(
     estimator: Estimator, groups: tuple[Group, ...], like: Candidate, first: float, last: float
 ) -> Load | None:
-    """The load of a stage, as other candidates know it; None when a replica kind has no figures."""
+    """The :class:`Load` of a stage, cached over candidates; None when a replica kind has no figures."""
     key = groups, like.micro_batch_size, like.recompute, like.slices, like.experts_over, first, last
     if key not in estimator.known_loads:
         units = [estimator.unit_of(like, g) for g in groups]
@@ -327,7 +327,7 @@ def stage_load(
 
 
 def _split(loads: list[Load], caps: list[int], wanted: int) -> list[int]:
-    """Proportional start, then one layer at a time to or from the stage where it matters least or most."""
+    """Layers per stage: a proportional start, then single layers to or from the stage where that costs least."""
     speeds = [1.0 / load.time(1) for load in loads]
     whole, stages = sum(speeds), range(len(loads))
     layers = [max(1, min(cap, int(wanted * v / whole))) for cap, v in zip(caps, speeds)]
@@ -358,9 +358,9 @@ def _split(loads: list[Load], caps: list[int], wanted: int) -> list[int]:
 
 
 def passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
-    """By stage, seconds of one microbatch, forward and backward, on its quickest replica.
+    """For each stage, seconds of one microbatch, forward and backward, on its quickest replica.
 
-    What is in flight is counted per replica, so a stage of many replicas has no more need of it than one of few.
+    Microbatches in flight are counted per replica, so a stage of many replicas needs no more of them than one of few.
     """
     out = []
     for s, stage in enumerate(candidate.stages):
@@ -370,6 +370,6 @@ def passes_s(estimator: Estimator, candidate: Candidate) -> list[float]:
 
 
 def hiding(passes: list[float], transfers: list[float]) -> tuple[int, ...]:
-    """Returns as many more passes as hide each transfer, there and back, and one of reserve where that is any."""
+    """Returns the depth per boundary that hides its round trip, with one in reserve; 1 for fast boundaries."""
     hidden = [ceil(2 * seconds / max(passes)) if 2 * seconds > NOTICEABLE * max(passes) else 0 for seconds in transfers]
     return tuple(2 + n if n else 1 for n in hidden)

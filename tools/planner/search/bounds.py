@@ -1,20 +1,20 @@
 """Lower bounds on the time and the price of any plan: all GPUs compute all the time, each as fast as it can.
 
-A plan computes every layer of every sequence forwards and backwards, and embeds and judges every sequence once.  For
-each of these works a GPU takes no less than in the replica (TP and EP size) and the pass (number of sequences) that
-suit it best.  So an iteration is no shorter than the work over the rates of all GPUs, whoever has made the plan:
+A plan computes every layer of every sequence forwards and backwards, and embedding and head once per sequence.  Each
+GPU does each of these kinds of work at best at the rate of the TP size, EP size and microbatch size that suit it best.
+So an iteration is no shorter than the work divided by the rates of all GPUs, for any plan, also a hand-written one:
 
 - A rate is in layers per second.  An embedding counts as the fewest layers that a GPU of any pool could compute in its
-  time.  A head counts any number, and a GPU does what counts most.  So no GPU does more than its rate says, however the
-  works are divided over the GPUs.
-- Under schedules that cut sequences attention may be computed on other GPUs (the context exchange).  A layer then is
-  one without attention, and attention counts as an embedding does.
-- Context parallelism makes no GPU faster.  Memory is not looked at: main memory and more ranks may make room.
+  time.  A head may count as any number of layers, and each GPU does the work that counts most.  So no GPU does more
+  than its rate, however the work is divided over the GPUs.
+- Under schedules that cut sequences, attention may be computed on other GPUs (the context exchange).  A layer is then
+  counted without attention, and attention is counted like an embedding.
+- Context parallelism makes no GPU faster.  Memory is ignored: offloading and more ranks may make room.
 
-Everything else is free: waiting in pipelines, sums of gradients, gathers of parameters, transfers, layers that cannot
-be divided evenly.  GPUs that a plan leaves out count as if they computed too.
+Everything else is free: waiting in pipelines, gradient reductions, parameter gathers, transfers, layers that cannot
+be divided evenly.  GPUs that a plan leaves out count as if they computed, too.
 
-The search asks a tighter bound which parts of a cluster are worth a search of their own: that of the plans which it
+The search uses a tighter bound to decide which parts of a cluster to search: that of the plans which it
 tries there, with equal microbatches, without the exchange and without expert parallelism.
 """
 
@@ -33,13 +33,13 @@ from .pools import Limits
 from .poplar import BATCH_SIZES
 from .seeds import sizes_over_replicas
 
-FEW_SIZES = 1024  # where so many sizes of a pass have figures all are looked at: between measured ones a curve may bend
+FEW_SIZES = 1024  # up to this many microbatch sizes with figures, all are tried: the curve may bend between them
 _OF_A_RANK = {"gpu", "gpus_per_node", "network_bytes_per_s", "intra_node_bytes_per_s"}
-"""Of a pool, what the figures of its ranks depend on."""
+"""Fields of a pool on which the figures of its ranks depend."""
 
 
 class _Works(NamedTuple):
-    """Least seconds of one GPU for one sequence."""
+    """Least seconds of one GPU for one sequence, by kind of work."""
 
     layer_s: float
     attention_s: float
@@ -48,10 +48,10 @@ class _Works(NamedTuple):
 
 
 class Bounds:
-    """Holds what no plan on some GPUs can beat, for one goal; see the module's text.
+    """Lower bounds for plans on given GPUs under one goal; see the module's docstring.
 
     Args:
-        of_search: Only of what the search tries on parts of a cluster.
+        of_search: Bound only the plans that the search tries on parts of a cluster.
     """
 
     def __init__(self, estimator: Estimator, goal: Goal, of_search: bool = False) -> None:
@@ -63,21 +63,21 @@ class Bounds:
         model, nodes = estimator.model, estimator.cluster.nodes
         described = [node.model_dump_json(include=_OF_A_RANK) for node in nodes]
         self._alike = [described.index(text) for text in described]
-        # A GPU may have more of the layers that suit it than of others, which no rate reckons with.
+        # Layers of several kinds have no bound: a GPU may compute more of the kind that suits it.
         sizes: list[tuple[int, ...]] = [(n,) for n in model.batch_sizes] if of_search else [()]
         # The works of all pools in passes of some sizes, or of all that the model file allows.
         points = () if model.kinds else product(sizes, model.recompute)
         self._plans = [[self._best(pool, *point) for pool in range(len(nodes))] for point in points]
 
     def value(self, limits: Limits) -> float:
-        """Returns what no plan on these GPUs can beat, in the goal's terms (seconds or USD); 0 if unknown."""
+        """Returns the lower bound for plans on these GPUs, in the goal's unit (seconds or USD); 0 if unknown."""
         if self.goal.objective != "cost":
             return self.seconds(limits)
         prices = self.estimator.price
         return self._least(limits, lambda layers, rates: layers * min(p / r for p, r in zip(prices, rates) if r))
 
     def seconds(self, limits: Limits) -> float:
-        """Returns a time that no iteration on these GPUs can beat."""
+        """Returns the lower bound on the time of an iteration on these GPUs."""
 
         def least_s(layers: float, rates: list[float]) -> float:
             left, rate = sum(limits) if self.goal.max_gpus is None else self.goal.max_gpus, 0.0
@@ -98,12 +98,12 @@ class Bounds:
         return self.value(limits) >= value
 
     def _least(self, limits: Limits, value_of: Callable[[float, list[float]], float]) -> float:
-        """The least value of plans of any recomputation and size of passes.
+        """The least value over all recomputations and microbatch sizes.
 
         Args:
-            value_of: By layers of an iteration, with all else counted as layers, and layers per second of a GPU of
-                each pool.  Whatever a head counts, the value holds; the largest one is taken of those at which the
-                GPUs of a pool are as good at heads as at layers.
+            value_of: Function of the layers of an iteration, with other work counted as layers, and of the layers per
+                second of a GPU of each pool.  It is a bound for any weight of a head in layers.  The largest bound is
+                taken over the weights at which the GPUs of some pool are as good at heads as at layers.
         """
         model, found = self.estimator.model, []
         for works in self._plans:
@@ -114,7 +114,7 @@ class Bounds:
             values = []
             for head in {w.head_s / w.layer_s for w in there}:
                 layers = model.global_batch_size * (model.num_layers * (1 + attention) + embedding + head)
-                rates = [  # layers that a GPU does at most in a second
+                rates = [  # most layers per second of a GPU
                     max(1 / w.layer_s, head / w.head_s if w.head_s else 0.0) if w is not None and n else 0.0
                     for w, n in zip(works, limits)
                 ]
@@ -123,7 +123,7 @@ class Bounds:
         return min(found, default=inf if self._plans else 0.0)
 
     def _best(self, pool: int, sizes: tuple[int, ...], recompute: str) -> _Works | None:
-        """Returns the least of all replicas and passes of a pool; None where none has figures."""
+        """Returns the least seconds over all replicas and passes of a pool; None where none has figures."""
         node = self.estimator.cluster.nodes[pool]
         found = [
             work
@@ -134,7 +134,7 @@ class Bounds:
         return _Works(*map(min, zip(*found))) if found else None
 
     def _replicas(self, gpu: str, most: int) -> Iterator[tuple[int, int]]:
-        """TP and EP sizes."""
+        """Yields the (TP, EP) sizes of possible replicas."""
         experts = self.estimator.model.experts
         divided = experts is not None and not self._of_search
         for tp in (tp for tp in self.estimator.costs.tp_sizes(gpu) if tp <= most):
@@ -144,7 +144,7 @@ class Bounds:
                     yield tp, ep
 
     def _sizes(self, gpu: str, tp: int, given: Sequence[int]) -> list[int]:
-        """Sequences of a pass."""
+        """The microbatch sizes to try."""
         model, known = self.estimator.model, self.estimator.costs.max_batch(gpu, tp)
         most = int(min(known, model.global_batch_size))
         own = range(1, most + 1) if known <= FEW_SIZES else {*BATCH_SIZES, most}
@@ -152,7 +152,7 @@ class Bounds:
         return [n for n in allowed if n <= most]
 
     def _find_seconds(self, pool: int, tp: int, ep: int, size: int, recompute: str) -> _Works | None:
-        """Returns what a GPU of a replica takes for one sequence of a pass, at least."""
+        """Returns the least seconds of a GPU of a replica for one sequence of a pass."""
         estimator, gpu = self.estimator, self.estimator.cluster.nodes[pool].gpu
         cut = {"ep": ep, "expert_tp": tp // ep}
         unit = estimator.unit(pool, tp, size, recompute, **cut if ep > 1 else {})
@@ -162,7 +162,7 @@ class Bounds:
         pass_s = unit.pass_f + unit.pass_b + 2 * estimator.runtime.operation_s
         layer_s = unit.layer_f + unit.layer_b + pass_s / estimator.model.num_layers  # of one pass through all layers
         whole_s = attention_s = unit.attention_f + unit.attention_b
-        if attention_s and self._cuts:  # the kernels of slices may be faster; two have fewest sums
+        if attention_s and self._cuts:  # slice kernels may be faster; with two slices they merge least
             sliced: Unit | None = estimator.unit(pool, tp, size, recompute, **cut, slices=2)
             attention_s = min(attention_s, sliced.attention_f + sliced.attention_b) if sliced else attention_s
         shared_s = attention_s if self._exchanges else 0.0  # that other GPUs may do
@@ -172,7 +172,7 @@ class Bounds:
 
 
 def _least_attention(model: Model) -> float:
-    """Returns the attention of the first sequences of documents, however many, over the mean of all."""
+    """Returns the least ratio of the attention of some first sequences of documents to the mean of all sequences."""
     if model.document_lengths is None:
         return 1.0
     shares = shares_left(model.document_lengths, model.seq_length, model.attention_window, model.windowed_layers)
