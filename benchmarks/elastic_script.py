@@ -90,7 +90,6 @@ def run() -> None:
     while process == 0 and store.count("ended", 0) < size and time.monotonic() < deadline_s:
         time.sleep(0.05)  # the store is here
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)  # as a worker does: threads may wait in the store
 
 

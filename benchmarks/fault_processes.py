@@ -38,7 +38,6 @@ class Forked:
         self, run: Callable[[], int], log: Path | int, environment: Mapping[str, str], *, own_session: bool = True
     ) -> None:
         sys.stdout.flush()
-        sys.stderr.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -97,7 +96,6 @@ def _be(run: Callable[[], int], log: Path | int, environment: Mapping[str, str],
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     return code
 
 

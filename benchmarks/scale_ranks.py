@@ -174,7 +174,6 @@ def run_ranks(world_size: int, body: Body, limit_s: float) -> tuple[list[dict[st
 
 def _fork(work: Callable[[], None]) -> int:
     sys.stdout.flush()
-    sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         try:

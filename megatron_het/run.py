@@ -30,7 +30,6 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         own = str(megatron.folder) == sys.path[0]
         sys.stderr.write(f"megatron_het.run: {megatron} ({"the script's own" if own else 'not beside the script'})\n")
-        sys.stderr.flush()
     sys.argv = sys.argv[1:]
     install(sys.argv)
     runpy.run_path(script, run_name="__main__")

@@ -195,7 +195,6 @@ class Server:
             port = free_port()
         pids: dict[int, int] = {}
         sys.stdout.flush()
-        sys.stderr.flush()
         for rank in range(job["world_size"]):
             pid = os.fork()
             if pid == 0:
@@ -354,7 +353,6 @@ def _leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # ends executors' threads first, then waits for all others
     logging.shutdown()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 

@@ -97,7 +97,6 @@ def check_outputs(config: HetConfig) -> None:
                 check_target(file)
         except FileError as error:  # of this machine perhaps, so that every rank says it
             sys.stderr.write(f"megatron_het: rank {rank}: {error}\n")
-            sys.stderr.flush()
             raise SystemExit(2) from None
 
 
@@ -114,7 +113,6 @@ def exit_with(error: Exception) -> NoReturn:
     """One message on one rank, and a failure everywhere."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"megatron_het: {error}\n")
-        sys.stderr.flush()
     raise SystemExit(2) from error
 
 
@@ -193,7 +191,6 @@ def _check_wandb(args: Any) -> None:
     if project and args.rank == args.world_size - 1 and importlib.util.find_spec("wandb") is None:
         error = PlanError("--wandb-project", project, "wandb is not installed", "Install it, or leave the flag out")
         sys.stderr.write(f"megatron_het: rank {args.rank}: {error}\n")
-        sys.stderr.flush()
         raise SystemExit(2)
 
 

@@ -267,7 +267,6 @@ class _Maker:
             raise _Problem(f"ranks have different plans: {hashes}")
         if self.rank == 0:
             sys.stderr.write(f"megatron_het: {stored['summary']}\n")
-            sys.stderr.flush()
         return plan, str(self._plan_file), [*self.words, *extra_words(plan, self.words)]
 
     def _stored(self, key: str) -> dict[str, Any] | None:
@@ -387,7 +386,6 @@ class _Maker:
         """One line of progress, from the first rank."""
         if self.rank == 0:
             sys.stderr.write(f"megatron_het: automatic batches: {text}\n")
-            sys.stderr.flush()
 
     def _curve(self, process: MeasuringProcess, zero: int, largest: int) -> Curve:
         """Times of a few sizes.  All ranks measure at the same time: devices may share what makes them fast."""

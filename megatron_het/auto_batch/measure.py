@@ -194,7 +194,6 @@ def measured_config(config: HetConfig, device: Platform) -> HetConfig:
     check_plan_alone(plan)
     if rank == 0:
         sys.stderr.write(f"megatron_het: {described(plan)}\n")
-        sys.stderr.flush()
     return replace(config, plan=plan)
 
 

@@ -303,7 +303,6 @@ class LoadHook:
 def _refuse(why: object) -> NoReturn:
     if dist.get_rank() == 0:
         sys.stderr.write(f"megatron_het: {why}\n")
-        sys.stderr.flush()
     raise SystemExit(2) from None
 
 

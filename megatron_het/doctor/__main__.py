@@ -315,7 +315,6 @@ def start() -> None:
     """The console script; leaves without waiting for threads, because those of a failed transfer may not end."""
     code = main()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 

@@ -141,7 +141,6 @@ def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoRe
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
 
 

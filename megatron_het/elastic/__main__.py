@@ -345,7 +345,6 @@ def _check_plans(files: Sequence[Path], plans: Sequence[Plan]) -> None:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"het-run: {line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class Controller:
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
+        self._lost = ""
         self._shown_s = self._tried_s = 0.0
         self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
@@ -323,6 +324,7 @@ class Controller:
             return
         self._forget(number)
         self.say(why)
+        self._lost = max(self._lost, why, key=len)  # one that names its reason is longer
         if self._generation is None:
             return
         if number in self._generation.movers:
@@ -453,7 +455,7 @@ class Controller:
         try:
             self._plan(self._pool())
         except NoPlanError as error:
-            if since.ago_s() >= self.bounds.return_s:
+            if since.ago_s() >= self.bounds.return_s or (not self._proved and self._arrivals.nobody_is_left):
                 return True  # the next step says so
             if not self._waits:
                 self.say(f"{error}. Workers may come back for {self.bounds.return_s:g} s")
@@ -469,7 +471,7 @@ class Controller:
             plan, ranks = self._plan(self._pool())
         except NoPlanError as error:
             what = f"{reason}, and there is no plan for what is left" if before else "the job cannot begin"
-            raise members.JobError(f"{what}: {error}") from None
+            raise members.JobError(f"{what}: {error}{self._lost and f'. {self._lost}'}") from None
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
@@ -486,7 +488,7 @@ class Controller:
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s
         self._changed = since
-        self._ended, self._wanted, self._failed_since = {}, None, None
+        self._ended, self._wanted, self._failed_since, self._lost = {}, None, None, ""
         self._progress.begin()
         self._considered = frozenset()
         self._save()

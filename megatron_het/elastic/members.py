@@ -278,6 +278,11 @@ class Arrivals:
             self._expected.pop(node, None)
             self._empty.setdefault(node, why)
 
+    @property
+    def nobody_is_left(self) -> bool:
+        """Whether the workers of all nodes have ended, and nobody starts others."""
+        return not self._expected and len(self._empty) >= self._nodes
+
     def are_complete(self, pool: Sequence[Process]) -> bool:
         """Whether the job may begin with these workers.
 
@@ -289,7 +294,7 @@ class Arrivals:
         if len(come) >= self._nodes and (all_came or now_s - self._came_s > _SETTLE_S):
             return True
         empty = "; ".join(f"{node} has no worker left: {why}" for node, why in sorted(self._empty.items()))
-        if not self._expected and len(self._empty) >= self._nodes:
+        if self.nobody_is_left:
             raise JobError(f"all workers ended before the job has begun: {empty}. The workers' logs say more")
         if now_s - self._began_s > self._start_s:
             who = f" ({', '.join(sorted(come))})" if come else ""

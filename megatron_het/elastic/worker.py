@@ -424,7 +424,6 @@ def main() -> None:
     except StoreError as error:
         _say(str(error))
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # threads may wait in the store
 
 

@@ -337,7 +337,6 @@ class StallWatch:
             if since_s is not None and since_s != self._told and time.monotonic() - since_s > self._limit_s:
                 self._told = since_s
                 sys.stderr.write(self.report())
-                sys.stderr.flush()
 
     def report(self) -> str:
         """The operation, the last transfers, the likely cause, and the stack of the thread that runs the program."""

@@ -201,6 +201,18 @@ def complete_model_config(model_config: Any, args: Any) -> None:
     model_config.transformer.tp_only_amax_red = True
 
 
+def _unexpected_result(args: Any, error: BaseException) -> str:
+    """Say what Megatron's rerun machine has ended all ranks for, without --save by a TypeError; empty for others."""
+    from megatron.core import rerun_state_machine as rerun
+
+    codes = (rerun.EXIT_CODE_RESUME_TO_DISAMBIGUATE, rerun.EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
+    ends = rerun.get_rerun_state_machine().state is rerun.RerunState.WILL_RERUN_FROM_CHECKPOINT
+    if getattr(error, "code", None) not in codes and not (ends and args.save is None):
+        return ""
+    saved = f"The newest checkpoint in {args.save} is of before" if args.save else "Nothing is saved without --save"
+    return f"iteration {args.curr_iteration + 1} gave NaN or the like; lines with 'Unexpected result' say it. {saved}"
+
+
 class PretrainHook:
     """Builds the replacements for the functions of Megatron that run under a session.
 
@@ -227,6 +239,8 @@ class PretrainHook:
             try:
                 return self._run(original, args, cfg_container, provider, *positional, **keywords)
             except BaseException as error:
+                if isinstance(error, RuntimeError):
+                    self._add_verdict(error, args.rank)
                 # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                 if self._roll_call is not None:
                     self._roll_call.close()
@@ -249,11 +263,7 @@ class PretrainHook:
     ) -> Any:
         """``pretrain`` once ``torch.distributed`` is up."""
         session = self._session
-        try:
-            session.open(args)
-        except RuntimeError as error:
-            self._add_verdict(error, args.rank)
-            raise
+        session.open(args)
         complete_model_config(cfg_container.model, args)
         if args.dsa_indexer_loss_coeff:
             sum_indexer_losses(args.num_layers, counts=session.placement.locate(args.rank).tp_rank == 0)
@@ -270,14 +280,16 @@ class PretrainHook:
         try:
             with session.explained(lambda: "a step outside of the schedule"):
                 result = original(cfg_container, provider, *positional, **keywords)
-        except SystemExit as stop:
-            if stop.code not in (None, 0):
+        except (SystemExit, TypeError) as stop:
+            code, unexpected = getattr(stop, "code", 1), _unexpected_result(args, stop)
+            if unexpected or code in (None, 0):
+                self._finish()  # a planned stop, e.g. --exit-interval
+            if not unexpected:
                 raise
-            self._finish()  # a planned stop, e.g. --exit-interval
-            raise
+            if args.rank == 0 or self._boundary.outlives_sessions:
+                sys.stderr.write(f"megatron_het: {unexpected}\n")
+            raise SystemExit(code) from None
         except (RuntimeError, CheckpointException) as error:
-            if isinstance(error, RuntimeError):
-                self._add_verdict(error, args.rank)
             _add_failed_write(error)
             raise
         self._finish()

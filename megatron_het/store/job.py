@@ -345,7 +345,6 @@ def end_all(exchange: Exchange | None, flag: str, rank: int, error: Exception) -
         if exchange is not None:
             exchange.fail(next(iter(str(error).splitlines()), type(error).__name__))
     sys.stderr.write(f"megatron_het: {flag}: rank {rank}: {error}\n")
-    sys.stderr.flush()
     time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
     raise SystemExit(2) from None
 

@@ -73,16 +73,8 @@ def cut_description(checkpoints: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
 
-def lose_newest(checkpoints: Path) -> None:
-    shutil.rmtree(newest(checkpoints))
-
-
 def empty_tracker(checkpoints: Path) -> None:
     (checkpoints / TRACKER).write_text("")
-
-
-def lose_tracker(checkpoints: Path) -> None:
-    (checkpoints / TRACKER).unlink()
 
 
 # name: (damage, iteration that is loaded, what rank 0 must say)
@@ -91,9 +83,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "missing file": (lose, 2, "__1_"),
     "flipped bytes": (flip, 2, "another checksum"),
     "truncated description": (cut_description, 2, ".metadata is not what was written"),
-    "tracker ahead": (lose_newest, 2, "there is no iter_0000004"),
+    "tracker ahead": (lambda saved: shutil.rmtree(newest(saved)), 2, "there is no iter_0000004"),
     "empty tracker": (empty_tracker, 4, "names no iteration"),
-    "no tracker": (lose_tracker, 4, "is missing"),
+    "no tracker": (lambda saved: (saved / TRACKER).unlink(), 4, "is missing"),
 }
 FULL = {"missing file", "truncated description", "tracker ahead", "no tracker"}
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_het.plan import save_plan
 from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
 from testing.lab import Lab
-from testing.runner import Finished, Job
+from testing.runner import Finished, Job, words
 
 PLAN = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
 Document = dict[str, Any]
@@ -20,24 +20,20 @@ Document = dict[str, Any]
 
 # -- bad input -----------------------------------------------------------------------------------
 
-
-def _overlap(document: Document) -> None:
-    document["stages"][1]["replicas"][1]["ranks"] = [2]
-
-
-def _widen(document: Document) -> None:
-    document["model"]["hidden_size"] = 128
-
-
-def _interleave(document: Document) -> None:
-    document["schedule"] = {"name": "interleaved", "parameters": {"group": 1}}
-
-
 # name: (edit of the plan, what the one message must contain); tests/unit/plan/test_plan.py has more of them
 BAD_PLANS: dict[str, tuple[Callable[[Document], None], tuple[str, ...]]] = {
-    "overlapping ranks": (_overlap, ("stages[1].replicas[1].ranks", "[2]", "already used")),
-    "another model": (_widen, ("model.hidden_size", "128", "another model", "64")),
-    "schedule of another shape": (_interleave, ("schedule = 'interleaved'", "group = 1")),
+    "overlapping ranks": (
+        lambda plan: plan["stages"][1]["replicas"][1].update(ranks=[2]),
+        ("stages[1].replicas[1].ranks", "[2]", "already used"),
+    ),
+    "another model": (
+        lambda plan: plan["model"].update(hidden_size=128),
+        ("model.hidden_size", "128", "another model", "64"),
+    ),
+    "schedule of another shape": (
+        lambda plan: plan.update(schedule={"name": "interleaved", "parameters": {"group": 1}}),
+        ("schedule = 'interleaved'", "group = 1"),
+    ),
 }
 
 # name: (flags, what the one message must contain, more of the job); tests/unit/plan/test_refusals.py has more of them
@@ -191,6 +187,18 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
     assert_goes_on(lab, tmp_path / "again", checkpoints)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loss_that_is_no_number_ends_all_ranks_with_one_line(saves: bool, lab: Lab, tmp_path: Path):
+    """The first rank took the store with it, so that others ended with traces of C++, or all with a TypeError."""
+    flags, every = words("--lr 1e30 --min-lr 1e29 --clip-grad 0"), SAVED_AT if saves else None
+    finished = lab.runner.run(lab.training(PLAN, tmp_path / "run", *flags, steps=6, every=every), check=False)
+    assert set(finished.returncodes) == {16 if saves else 1}
+    logs = [finished.log(rank) for rank in range(PLAN.world_size)]
+    assert not any(word in log for log in logs for word in ("Traceback", "frame #")), logs
+    last = logs[0].splitlines()[-1]
+    assert last.startswith("megatron_het: iteration 2 gave NaN") and ("without --save" in last) is not saves, last
 
 
 assert MICROBATCHES > 1  # the victim dies before its second microbatch

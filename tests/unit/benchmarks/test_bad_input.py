@@ -65,10 +65,6 @@ def test_parts_are_counted_together_and_once(tmp_path: Path) -> None:
             bad_input.report_of(answers("clear"), seed, of, part, [first])
 
 
-def _crash() -> int:
-    raise KeyError("x")
-
-
 def _refuse(act: Callable[[], object]) -> int:
     act()
     sys.stderr.write("error: x\n")
@@ -78,7 +74,7 @@ def _refuse(act: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("verdict", "act"),
     [
-        ("traceback", _crash),
+        ("traceback", lambda: dict[str, int]()["x"]),
         ("accepted_wrong", lambda: 0),
         ("unclear", lambda: 2),
         ("clear", lambda: _refuse(list)),

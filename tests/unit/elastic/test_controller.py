@@ -73,15 +73,17 @@ def exits(job: Job, number: int, node: str, left: int, why: str = "ended with ex
     job.board.post({"type": "exit", "process": number, "node": node, "why": why, "left": left})
 
 
-def test_when_all_workers_end_before_the_job_begins_it_ends_with_their_reason(tmp_path: Path):
-    """The controller waited for ten minutes, and then knew of nobody."""
-    job = Job(tmp_path, PAIR)
+@pytest.mark.parametrize("begun", [False, True])
+def test_when_all_workers_end_before_an_iteration_is_done_the_job_ends_with_their_reason(begun: bool, tmp_path: Path):
+    """The controller waited for ten minutes, and then knew of nobody; or for one, and then knew that no plan fits."""
+    job = trained(tmp_path, PAIR) if begun else Job(tmp_path, PAIR)
     exits(job, 1, "n1", 0)
     job.step(3)
     assert any("worker 1 on n1 ended with exit code 2: no such data" in line for line in job.said)
     exits(job, 2, "n2", 0, "ended with exit code 3")
-    with pytest.raises(JobError, match=r"before the job has begun.*n1 .*no such data.*n2 .*exit code 3"):
-        job.step()
+    why = r"no plan.*\. worker 1 on n1 .*data$" if begun else "has begun.*n1 .*no such data.*n2 .*exit code 3"
+    with pytest.raises(JobError, match=why):
+        job.step(3)
 
 
 def test_a_node_that_comes_again_before_the_job_begins_takes_part(tmp_path: Path):

@@ -301,5 +301,4 @@ if __name__ == "__main__":
         code = 1
     # A failed collective may leave threads behind that would keep the process alive.
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code) if code else sys.exit(0)
