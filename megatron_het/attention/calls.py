@@ -1,7 +1,7 @@
-"""Calls of attention kernels: which queries attend to which keys, and how what the calls give is added up.
+"""Calls of attention kernels: which queries attend to which keys, and how partial results are combined.
 
-Everything that attends to keys in parts does it here: slices, ranks that share a slice, and helpers of other devices.
-Outputs are merged by online softmax.  A result for all rows that comes first is kept as it is.
+All attention over parts of the keys is here: of slices, of ranks that share a slice, and of context-exchange helpers.
+Outputs are merged by online softmax.  The first result for all rows is kept without a copy.
 """
 
 import bisect
@@ -18,24 +18,24 @@ from megatron_het.attention.kv_cache import Run
 from megatron_het.plan.placement import Placed
 from megatron_het.schedule.cutting import Span, Starts, documents_in
 
-# Which keys the queries of a slice reach: to the start of their document, and no further than a sliding window.
+# Which keys the queries of a slice reach: back to the start of their document, and no further than a sliding window.
 #
-# What is reached is cut into squares and rectangles that any attention kernel can do: full attention, causal attention
-# of a square, and causal attention of a square whose queries and keys are both in reverse order.  The last one is the
-# far end of a sliding window: there a query sees the later keys, and the earlier ones are out of its window.
+# The reached area is divided into squares and rectangles that any attention kernel can compute: full attention, causal
+# attention of a square, and causal attention of a square whose queries and keys are both in reverse order.  The last
+# one is the far end of a sliding window: a query sees the later keys, and the earlier ones are outside its window.
 
 
 class Form(enum.Enum):
-    """Which keys of a block a query of it sees."""
+    """Mask of a block: which of its keys each of its queries sees."""
 
     FULL = enum.auto()
-    CAUSAL = enum.auto()  # queries are the last tokens of the keys: of a square, the i-th query sees the keys 0 to i
+    CAUSAL = enum.auto()  # queries are the last tokens of the keys: in a square, the i-th query sees the keys 0 to i
     REVERSED = enum.auto()  # a square: the i-th query sees the keys i to the last
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries and keys, by their place in the sequence."""
+    """Queries and keys, by token position in the sequence, and their mask."""
 
     rows: Span
     keys: Span
@@ -44,23 +44,23 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Holds what limits the attention of a layer in a microbatch."""
+    """Limits on the attention of a layer in a microbatch: documents and a sliding window."""
 
-    starts: tuple[Starts, ...] | None = None  # of the documents of each sequence; None if a sequence is one document
+    starts: tuple[Starts, ...] | None = None  # document starts of each sequence; None if a sequence is one document
     window_tokens: int | None = None  # how many earlier tokens a query sees at most; None for all
-    length: int | None = None  # tokens of a sequence; None if it is not known where it ends
-    placed: Placed | None = None  # tokens of each slice on each context-parallel rank, where documents say it
+    length: int | None = None  # tokens of a sequence; None if unknown
+    placed: Placed | None = None  # tokens of each slice on each context-parallel rank, if placed by documents
 
     @property
     def is_limited(self) -> bool:
-        """Whether queries see less than everything before them."""
+        """Whether documents or a window hide earlier tokens from queries."""
         return self.starts is not None or self.window_tokens is not None
 
     def blocks(self, rows: Span, keys: tuple[Span, ...], batch: int) -> Iterator[tuple[slice, tuple[Block, ...]]]:
-        """Yields what some queries reach of some keys, for sequences ``[batch]`` that have the same blocks.
+        """Yields (sequences of the batch, blocks that the queries ``rows`` reach), grouped by equal documents.
 
         Args:
-            keys: Tokens whose keys are there; each lies before the queries, after them, or is the queries' own.
+            keys: Spans of available keys; each lies before the queries, after them, or is the queries' own.
         """
         starts = self.starts or ((0,),)
         if len(set(starts)) == 1:
@@ -70,7 +70,7 @@ class Reach:
             yield slice(i, i + 1), blocks_of(rows, keys, own, self.window_tokens)
 
     def documents(self, rows: Span, batch: int) -> Iterator[tuple[slice, tuple[tuple[Span, int], ...]]]:
-        """Queries of one document each, and the first key that the first of them sees, as :meth:`blocks` has them."""
+        """Yields (sequences of the batch, per document its queries in ``rows`` and the first key that they see)."""
         window = rows[1] if self.window_tokens is None else self.window_tokens
         starts = self.starts or ((0,),)
         each = starts if len(set(starts)) > 1 else starts[:1]
@@ -82,7 +82,7 @@ class Reach:
             yield slice(i, i + 1) if len(each) > 1 else slice(0, batch), tuple(found)
 
     def unread(self, first: int, end: int) -> int:
-        """How many tokens at the start of a slice ``[first, end)`` no later slice reads, in any sequence."""
+        """Number of tokens at the start of a slice ``[first, end)`` that no later slice reads, in any sequence."""
         if end == self.length:
             return end - first
         starts = self.starts or ((0,),)
@@ -96,9 +96,9 @@ class Reach:
 def blocks_of(
     rows: Span, keys: tuple[Span, ...], starts: Starts, window_tokens: int | None = None
 ) -> tuple[Block, ...]:
-    """Returns what some queries of one sequence reach of some keys; every block has keys of one of the spans.
+    """Returns the blocks that queries of one sequence reach; the keys of a block are all in one of the spans.
 
-    Where the queries' own keys are among them, every query is in one causal block, which comes before the others.
+    If the queries' own keys are among them, every query is in one causal block, which comes before its other blocks.
 
     Args:
         keys: Spans of tokens; each lies before the queries, after them, or is the queries' own.
@@ -124,7 +124,7 @@ def _own(rows: Span, starts: Starts, window_tokens: int | None) -> Iterator[Bloc
 
 
 def _before(rows: Span, keys: Span, window_tokens: int | None) -> Iterator[Block]:
-    """Yields what the queries of one document reach of keys of it that all come before them."""
+    """Yields the blocks that the queries ``rows`` reach of earlier keys of the same document."""
     if window_tokens is None:
         yield Block(rows, keys, Form.FULL)
         return
@@ -145,7 +145,7 @@ def _before(rows: Span, keys: Span, window_tokens: int | None) -> Iterator[Block
 
 
 def in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a type; itself, without a call, if it has it: a slice asks many times, and seldom needs it."""
+    """The tensor converted to ``dtype``; itself, without a call, if it has the type: this runs many times a slice."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -160,10 +160,10 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, both_e
         lse: ``[b, heads, s]``.
         other: ``[s, b, heads, d]``, any type.
         other_lse: ``[b, heads, s]``.
-        both_empty: Whether a query may have no keys in either, and minus infinity in both.
+        both_empty: Whether a query may have no keys in either part, so that both log-sum-exps are minus infinity.
 
     Returns:
-        The merged log-sum-exp; ``lse`` is left alone.
+        The merged log-sum-exp; ``lse`` is not changed.
     """
     weight = torch.sigmoid(other_lse - lse)
     if both_empty:
@@ -175,7 +175,7 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, both_e
 EVERY = slice(None)
 
 
-@dataclass(slots=True)  # not frozen: one is made for every call
+@dataclass(slots=True)  # not frozen, because frozen instances are slower to create, and every call needs one
 class Call:
     """One call of a kernel."""
 
@@ -183,15 +183,15 @@ class Call:
     keys: Tensor  # ``[n, b, groups, d]``, of the call's sequences
     values: Tensor
     rows: slice = EVERY  # which queries; ``EVERY`` for all of them
-    sequences: slice = EVERY  # of which sequences of the microbatch
-    run: Run | None = None  # cached chunks, which the first of the keys are of
-    own: slice | None = None  # which of the slice's own keys the others are; None where all are cached
+    sequences: slice = EVERY  # which sequences of the microbatch
+    run: Run | None = None  # cached chunks that hold the first keys; None if all are the slice's own
+    own: slice | None = None  # which of the slice's own keys the remaining keys are; None if all are cached
     window: int | None = None  # how many keys before its own a query sees at most; None for all
-    opens: bool = False  # whether it is the first call of its rows
+    opens: bool = False  # whether it is the first call for its rows
 
     @property
     def is_whole(self) -> bool:
-        """Whether all queries are in it."""
+        """Whether the call has all queries."""
         return self.rows is EVERY and self.sequences is EVERY
 
 
@@ -200,7 +200,7 @@ class Attended:
     """Queries ``[s, b, heads, d]`` and their attention so far."""
 
     query: Tensor
-    has_blanks: bool = False  # whether there may be queries that see nothing: zero, and minus infinity
+    has_blanks: bool = False  # whether queries may see no keys: output zero and log-sum-exp minus infinity
     _out: Tensor | None = None
     _lse: Tensor | None = None
 
@@ -232,7 +232,7 @@ class Attended:
             at = end
 
     def attend(self, calls: Iterable[Call], kernel: Kernel, scale: float) -> None:
-        """Make calls, and add what they give."""
+        """Run the calls and merge their results."""
         for call in calls:
             if call.is_whole:
                 self.merge(*_forward(kernel, call, self.query, scale))
@@ -246,7 +246,7 @@ class Attended:
                 lse[batch, :, rows] = merge_(out[rows, batch], lse[batch, :, rows], part, part_lse)
 
     def _room(self) -> tuple[Tensor, Tensor]:
-        """Output, in a wide type, and log-sum-exp, to which results of some queries can be added."""
+        """Output, in at least fp32, and log-sum-exp, into which results of some queries can be merged."""
         query = self.query
         if self._out is None or self._lse is None:
             self._out = query.new_zeros(query.shape, dtype=_wide(query))
@@ -256,12 +256,12 @@ class Attended:
 
 
 class Sum:
-    """Gradients of one tensor, added up; in a wide type as soon as there are two."""
+    """Sum of gradients of one tensor; accumulated in at least fp32 if there are more than one."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._total: Tensor | None = None
-        self._second: Tensor | None = None  # not added yet: with nothing after it, the sum is rounded once all the same
+        self._second: Tensor | None = None  # not added yet: if it is the last one, one addition rounds only once, too
 
     @property
     def total(self) -> Tensor:
@@ -273,7 +273,7 @@ class Sum:
 
     @property
     def rounded(self) -> Tensor:
-        """The sum, in the type of what it is the gradient of."""
+        """The sum, in the type of the tensor whose gradient it is."""
         if self._second is not None and self._total is not None:
             return self._total + self._second
         return in_type(self.total, self._like.dtype)
@@ -310,13 +310,13 @@ def differentiate(
     scale: float,
     cached: Callable[[Run, Tensor, Tensor, slice | None], None] | None = None,
 ) -> None:
-    """Add up the gradients of calls.
+    """Run the backward of calls and add up their gradients.
 
     Args:
-        calls: Those of the forward.
-        mine: Gradient of the output, query, whole output and whole log-sum-exp.
-        sums: What gradients of the query, of own keys and of own values are added to.
-        cached: Is given the gradients of cached keys and values, and the sequences that they are of.
+        calls: The calls of the forward.
+        mine: Gradient of the output, query, merged output and merged log-sum-exp.
+        sums: Sums to which the gradients of the query, own keys and own values are added.
+        cached: Called with a run of cached chunks, the gradients of its keys and values, and their sequences.
     """
     grad, query, out, lse = mine
     for call in calls:

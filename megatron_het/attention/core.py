@@ -1,8 +1,8 @@
-"""Slice attention in Megatron's layers: the ``core_attention`` module and where it finds its slice.
+"""Slice attention in Megatron's layers: the ``core_attention`` module and how it learns which slice runs.
 
-Which slice runs travels with the call, as ``packed_seq_params``: Megatron hands it from the model
-to every core attention, and both kinds of activation recomputation keep it in their closures, so
-a recomputed forward, on whichever thread, sees the slice it belongs to.  It says ``sbhd``, which
+The slice is an argument of the call, ``packed_seq_params``: Megatron passes it from the model
+to every core attention, and both kinds of activation recomputation keep it in their closures.  So
+a recomputed forward, on whichever thread, gets its own slice.  Its ``qkv_format`` is ``sbhd``, which
 attention treats as no packing at all.
 """
 
@@ -46,21 +46,21 @@ class SliceParams(PackedSeqParams):
 
     microbatch: int = 0
     index: int = 0
-    blocks: Blocks = ()  # the tokens of the sequence that it is, for this context-parallel rank
-    span: Span = (0, 0)  # tokens of the sequence that all context-parallel ranks together have of it
-    parts: tuple[int, ...] = ()  # tokens of the slice on each context-parallel rank
-    placed: Placed | None = None  # who has which tokens of each slice of the microbatch, where documents say it
+    blocks: Blocks = ()  # tokens of the slice on this context-parallel rank, as blocks of the sequence
+    span: Span = (0, 0)  # tokens of the slice on all context-parallel ranks together
+    parts: tuple[int, ...] = ()  # number of tokens of the slice on each context-parallel rank
+    placed: Placed | None = None  # tokens of each slice on each context-parallel rank, if placed by documents
     # where the documents of each sequence begin; None if documents do not matter
     starts: tuple[Starts, ...] | None = None
-    # the same where layers that pass a state along a sequence begin anew with every document
+    # the same for recurrent layers that reset their state at every document; otherwise None
     state_starts: tuple[Starts, ...] | None = None
-    rotation: Rotation | None = None  # of queries and keys by attention; None where there is none, or the layers do it
-    run: int = 0  # which run of the layer in the pass it is; above 0 only in a layer that runs several times
+    rotation: Rotation | None = None  # rotary positions that slice attention applies; None if none, or the layers do
+    run: int = 0  # index of the layer's run in the pass; above 0 only in a layer that runs several times
 
     @classmethod
     def make(cls, microbatch: int, index: int, blocks: Blocks, seq_length: int, **others: Any) -> "SliceParams":
         """The parameters of one slice of a sequence of ``seq_length`` tokens."""
-        # The lengths decide for how many positions rotary embeddings are made: for the whole
+        # Megatron makes rotary embeddings for as many positions as these lengths: for the whole
         # sequence, once; each slice then takes its part.
         others.setdefault("span", (blocks[0][0], blocks[-1][1]))
         return cls(
@@ -75,18 +75,18 @@ class SliceParams(PackedSeqParams):
 
 
 class SliceCoreAttention(torch.nn.Module):
-    """Stands in for a layer's core attention.  Its only parameter is the softmax offset, if the layer learns one.
+    """Replaces a layer's core attention.  Its only parameter is the softmax offset, if the layer learns one.
 
     Args:
         slots: Chunks of keys and values that the schedule holds at once.
         softmax_scale: Factor of the scores, None for ``d ** -0.5``.
         kernels: Names of the attention kernels to choose from; nothing for all.
-        batch: Sequences of the largest microbatch; None where all are alike.
-        in_line: Whether the kernel wants a slice's keys after those before it, in one view.
+        batch: Sequences of the largest microbatch; None if all have the same number.
+        in_line: Whether the kernel needs a slice's keys after those of earlier slices, in one view.
         window_tokens: How many earlier tokens a query sees at most; None for all.
-        softmax_offset: ``[heads]`` of this TP rank, as the layer had it; None without.
-        tp_group: Over which the heads are cut.
-        expansion: What makes keys and values of latents; None where the layer gives keys and values.
+        softmax_offset: The layer's own parameter ``[heads]`` of this TP rank; None without.
+        tp_group: Group over which the heads are divided.
+        expansion: Expands latents to keys and values; None if the layer passes keys and values.
         rotates: Whether the layer's queries and keys have rotary positions.
         runs: How often the layer runs in a pass.
     """
@@ -114,7 +114,7 @@ class SliceCoreAttention(torch.nn.Module):
         self._value_width = None if expansion is None else expansion.widths.value
         self.exchange: LayerExchange = NO_EXCHANGE
         self.sharing: Callable[[tuple[int, ...]], Sharing] | None = None
-        """The ranks that share a slice, by the tokens of each; None where nobody does."""
+        """Returns the ranks that share a slice, from the number of its tokens on each; None if no rank shares one."""
         self.softmax_offset = softmax_offset
         self.window_tokens = window_tokens
         self._scale = softmax_scale
@@ -125,7 +125,7 @@ class SliceCoreAttention(torch.nn.Module):
 
     @property
     def cache(self) -> KVCache:
-        """Returns the key-value cache of the first run, which is the only one of most layers."""
+        """Returns the key-value cache of the layer's first run; most layers run once per pass."""
         return self.caches[0]
 
     def forward(
@@ -139,18 +139,18 @@ class SliceCoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """Attention of the slice that ``packed_seq_params`` names.
+        """Attention of the slice of ``packed_seq_params``.
 
         Args:
-            query: ``[s, b, heads, d]``, without positions if ``packed_seq_params`` has their rotation.
+            query: ``[s, b, heads, d]``, not rotated if ``packed_seq_params`` has a rotation.
             key: ``[s, b, groups, d]``, or latents.
-            value: ``[s, b, groups, d]``, or nothing beside latents.
-            attention_mask: Ignored: slices are causal, and documents are known by where they begin.
+            value: ``[s, b, groups, d]``, or an empty tensor beside latents.
+            attention_mask: Ignored: slices are causal, and ``packed_seq_params`` has the starts of documents.
             attn_mask_type: Ignored, likewise.
             packed_seq_params: A :class:`SliceParams`.
 
         Returns:
-            ``[s, b, heads * d]``, with the width of values.
+            ``[s, b, heads * d]``, where ``d`` is the width of a value.
         """
         if not isinstance(packed_seq_params, SliceParams):
             raise RuntimeError("slice attention was called without a slice: the model runs outside of the schedule")
@@ -185,12 +185,12 @@ class SliceCoreAttention(torch.nn.Module):
     def held_tokens(
         self, bounds: Bounds, starts: tuple[Starts, ...] | None, own: Callable[[int], Blocks]
     ) -> tuple[int, ...]:
-        """How many tokens of every slice the cache holds.
+        """Returns how many tokens of every slice the cache holds.
 
         Args:
-            bounds: Where the slices of a microbatch begin, and its end.
+            bounds: First tokens of the slices of a microbatch, and the end of the last one.
             starts: Where the documents of each of its sequences begin; None if documents do not matter.
-            own: What this rank holds of a slice, by its index.
+            own: Returns this rank's blocks of a slice, from its index.
         """
         reach, found = Reach(starts, self.window_tokens, bounds[-1]), []
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -204,7 +204,7 @@ class SliceCoreAttention(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The softmax offset as Megatron's own attention saves it."""
+        """The softmax offset in the form in which Megatron's own attention saves it."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         own = self.state_dict(prefix="", keep_vars=True)
@@ -224,14 +224,14 @@ def replace_core_attention(
     batch: int | None = None,
     runs: int = 1,
 ) -> list[SliceCoreAttention]:
-    """Put slice attention into every self-attention of a chunk, of local or TE specs; the new modules in layer order.
+    """Put slice attention into every self-attention of a chunk, of local or TE specs; returns it in layer order.
 
     Args:
-        model: A chunk, not wrapped.
+        model: A model chunk without wrappers.
         slots: Chunks of keys and values per layer.
-        device: What the model will compute on; its weights may not be there yet.
+        device: Device of the computation; the weights may still be on another one.
         kernels: Names of the attention kernels to choose from; nothing for all.
-        batch: Sequences of the largest microbatch; None where all are alike.
+        batch: Sequences of the largest microbatch; None if all have the same number.
         runs: How often a layer for multi-token prediction runs in a pass.
 
     Raises:
@@ -243,7 +243,7 @@ def replace_core_attention(
         attention = layer.self_attention
         if not hasattr(attention, "core_attention") or not (_is_latent(attention) or hasattr(attention, "linear_qkv")):
             raise ValueError(f"slices: {type(attention).__name__} has no core attention to replace")
-        # What cannot run is known before training.
+        # Kernels are chosen here, so that an unsupported setting fails before training.
         setting = Setting.on(device, next(attention.parameters()).dtype, head_width(attention))
         kernel, window_tokens = choose_kernel(setting, kernels), _window_of(attention)
         replaced = attention.core_attention
@@ -265,7 +265,7 @@ def replace_core_attention(
 
 
 def head_width(attention: Any) -> int:
-    """Channels of the queries, keys and values that a self-attention gives to a kernel."""
+    """Channels per head of the queries, keys and values in a self-attention's kernel calls."""
     return widths_of(attention).head if _is_latent(attention) else int(attention.hidden_size_per_attention_head)
 
 
@@ -280,7 +280,7 @@ def _is_latent(attention: Any) -> bool:
 
 
 def _window_of(attention: Any) -> int | None:
-    """How many earlier tokens a query of a self-attention sees; None for all."""
+    """Number of earlier tokens that a query of a self-attention sees; None for all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     config = attention.config
@@ -291,22 +291,22 @@ def _window_of(attention: Any) -> int | None:
 
 
 def _is_without_positions(attention: Any) -> bool:
-    """Whether a layer is one of those that Megatron gives no rotary positions (``--no-rope-freq``)."""
+    """Whether Megatron applies no rotary positions in this layer (``--no-rope-freq``)."""
     skipped = getattr(attention.config, "no_rope_freq", None)
     return bool(skipped and skipped[attention.layer_number - 1])
 
 
 class CurrentSlice:
-    """The slice that runs now on this rank, put into the model's calls by forward hooks.
+    """The slice that runs now on this rank; forward hooks pass it to the model as ``packed_seq_params``.
 
-    The hooks work for any training script: the script calls the model as always.
+    Any training script can be used, because it calls the model as without slices.
     """
 
     def __init__(self) -> None:
         self.params: SliceParams | None = None
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Hook into model chunks, not wrapped."""
+        """Add the hooks to model chunks without wrappers."""
         for model in models:
             model.register_forward_pre_hook(self._add_params, with_kwargs=True)
             cut = functools.partial(_cut_positions, Rotations.of(model))
@@ -324,9 +324,9 @@ class CurrentSlice:
 def _cut_positions(
     rotations: Rotations | None, _decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rotary embeddings of the slice, out of those of the sequence (first dimension).
+    """Takes the slice's rotary embeddings from those of the sequence (first dimension).
 
-    Attention gets them where it can rotate, and then the layers get none.
+    If slice attention can rotate, it gets them, and the layers get none.
     """
     table, params = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
     if isinstance(table, Tensor) and isinstance(params, SliceParams):

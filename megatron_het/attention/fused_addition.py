@@ -1,4 +1,4 @@
-"""Addition to two tensors by one kernel of Triton; imported only where Triton is."""
+"""Addition to two tensors by one Triton kernel; imported only if Triton is installed."""
 
 from typing import Any
 
@@ -25,6 +25,6 @@ def _add_pair(
 
 
 def add_pair(first: Tensor, second: Tensor, more_first: Tensor, more_second: Tensor) -> None:
-    """Add to two tensors in place, by way of fp32; all are contiguous and have at most its precision."""
+    """Add to two tensors in place, computing in fp32; all are contiguous and of at most fp32 precision."""
     blocks = triton.cdiv(max(first.numel(), second.numel()), _BLOCK)
     _add_pair[blocks, 2](first, second, more_first, more_second, first.numel(), second.numel(), block=_BLOCK)

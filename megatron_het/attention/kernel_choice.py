@@ -1,4 +1,4 @@
-"""Which attention kernel a device gets: by what is known of it, by a trial, and where nothing is known by the clock."""
+"""Choice of the attention kernel for a device: by a known order, a trial of correctness, and else by timing."""
 
 import functools
 import logging
@@ -15,11 +15,11 @@ _LOGGER = logging.getLogger(__name__)
 _OF_BACKEND = {"flash": ("cuda-flash-3", "cuda-flash"), "fused": ("te-fused", "cudnn")}
 _TRIAL_TOKENS, _TIMED_TOKENS, _PREFIX, _REPEATS = 128, 1024, 4, 3
 _CLOSE = 3e-2
-"""How far a trial in half precision may be from the same attention written out; a wrong mask is further off."""
+"""Largest relative error of a trial in half precision against plain operations; a wrong mask gives a larger one."""
 
 
 def kernels_of_backend(backend: str, device: str) -> tuple[str, ...]:
-    """The kernels that Megatron's ``--attention-backend`` names; nothing to leave the choice.
+    """The names of kernels that Megatron's ``--attention-backend`` selects; empty if any kernel may be chosen.
 
     Args:
         backend: ``flash``, ``fused`` (cuDNN's), ``unfused``, ``local`` or ``auto``.
@@ -29,13 +29,13 @@ def kernels_of_backend(backend: str, device: str) -> tuple[str, ...]:
 
 
 def choose_kernel(setting: Setting, names: Sequence[str] = ()) -> Kernel:
-    """The kernel for a setting: on CUDA the first by the device's order that gives right results in a trial.
+    """The kernel for a setting: on CUDA the first in the device's order that gives right results in a trial.
 
-    Compute capability 9.0 and later have cuDNN's attention first, 8.0 has FlashAttention 2; on others they are timed.
+    Compute capability 9.0 and later have cuDNN's attention first, 8.0 has FlashAttention 2; on others the fastest wins.
 
     Args:
         setting: Device, type and head dimension.
-        names: Of the kernels to choose from; nothing for all.
+        names: Names of the kernels to choose from; empty for all.
 
     Raises:
         ValueError: The named kernels, or all kernels, cannot run here; the message says why.
@@ -49,7 +49,7 @@ def choose_kernel(setting: Setting, names: Sequence[str] = ()) -> Kernel:
 
 @functools.lru_cache(maxsize=64)
 def _chosen(setting: Setting, names: tuple[str, ...]) -> Kernel:
-    """See :func:`choose_kernel`; a trial is made once."""
+    """See :func:`choose_kernel`; cached, so that trials run once."""
     reasons, found = [], []
     is_real = setting.device == "cuda" and _computes()
     for kernel in ordered(setting):
@@ -60,13 +60,13 @@ def _chosen(setting: Setting, names: tuple[str, ...]) -> Kernel:
             reason = "is no operator of PyTorch, which a dry run needs"
         if reason is None and is_real:
             reason = _failed(kernel, setting)
-            if reason is not None:  # a library that could be faster, or a release that is not known here
+            if reason is not None:  # the user may miss a faster library, or has an unknown release of one
                 _LOGGER.warning("attention kernel %s is passed over: it %s", kernel.name, reason)
         if reason is None:
             found.append(kernel)
         else:
             reasons.append(f"{kernel.name} {reason}")
-    if is_real:  # launched before any transfer is under way, as the kernels are by their trials
+    if is_real:  # first launched before any transfer is under way, like the kernels in their trials
         device = torch.device("cuda", torch.cuda.current_device())
         for dtypes in ((torch.float32, setting.dtype), (setting.dtype, torch.float32)):
             fused_addition(device, *dtypes)
@@ -78,23 +78,23 @@ def _chosen(setting: Setting, names: tuple[str, ...]) -> Kernel:
 
 
 def ordered(setting: Setting) -> list[Kernel]:
-    """All kernels, in the order in which they are preferred on a device."""
+    """All kernels, in the order of preference on a device."""
     first = "cuda-flash" if setting.capability < (9, 0) else ""
     return sorted(KERNELS, key=lambda kernel: kernel.name != first)
 
 
 def is_timed(setting: Setting) -> bool:
-    """Whether nothing is known about which kernel is the fastest on a device."""
+    """Whether the fastest kernel on a device is unknown and has to be timed."""
     return setting.device == "cuda" and setting.capability < (9, 0) and setting.capability != (8, 0)
 
 
 def _computes() -> bool:
-    """Whether there is a CUDA device that computes: a dry run has none."""
+    """Whether there is a real CUDA device; False in a dry run."""
     return torch.cuda.is_available() and type(torch.empty(0, device="cuda")) is Tensor
 
 
 def _failed(kernel: Kernel, setting: Setting) -> str | None:
-    """Why a kernel cannot be used on this device, after a trial; None if it can.
+    """Returns why a kernel cannot be used on this device, after a trial; None if it can.
 
     A trial also launches the kernel before any transfer is under way.
     """
@@ -108,13 +108,13 @@ def _failed(kernel: Kernel, setting: Setting) -> str | None:
                 error = (part.float() - reference).norm() / reference.norm()
                 if not error < _CLOSE:
                     return f"is {error:.2g} off in a trial"
-    except Exception as error:  # whatever a library says that cannot do it
+    except Exception as error:  # libraries raise many types for what they do not support
         return f"failed in a trial: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
     return None
 
 
 def _trial(setting: Setting, queries: int, keys: int) -> list[Tensor]:
-    """Queries, keys, values of half as many heads, and a gradient; training's random numbers stay as they are."""
+    """Queries, keys and values of half as many heads, and a gradient, from a random generator of their own."""
     generator = torch.Generator(device=setting.device).manual_seed(0)
     shapes = [
         (tokens, 1, heads, setting.head_dim) for tokens, heads in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
@@ -123,7 +123,7 @@ def _trial(setting: Setting, queries: int, keys: int) -> list[Tensor]:
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of q, k, v, by plain operations in fp32, to judge kernels by."""
+    """Output, log-sum-exp and gradients of q, k, v, by plain operations in fp32, as a reference for kernels."""
     with torch.enable_grad():
         leaves = [t.detach().float().requires_grad_() for t in (q, k, v)]
         wide = [t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in leaves[1:]]
@@ -137,7 +137,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, sca
 
 
 def _fastest(kernels: Sequence[Kernel], setting: Setting) -> Kernel:
-    """The kernel with the fastest forward and backward of a slice; the first of those within a twentieth of it."""
+    """The first kernel whose forward and backward of a slice take at most 5 % longer than the fastest one's."""
     took_ms = {kernel: _took_ms(kernel, setting) for kernel in kernels}
     best = next(kernel for kernel in kernels if took_ms[kernel] <= 1.05 * min(took_ms.values()))
     _LOGGER.warning(
@@ -149,7 +149,7 @@ def _fastest(kernels: Sequence[Kernel], setting: Setting) -> Kernel:
 
 
 def _took_ms(kernel: Kernel, setting: Setting) -> float:
-    """Time of a forward and a backward: the least of a few."""
+    """Time of a forward and a backward: the minimum of a few runs."""
     q, k, v, grad = _trial(setting, _TIMED_TOKENS, _PREFIX * _TIMED_TOKENS)
     times_ms = []
     for _ in range(_REPEATS):

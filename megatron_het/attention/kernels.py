@@ -2,10 +2,10 @@
 
 All tensors are ``[s, b, heads, d]`` views, as Megatron's attention passes them; log-sum-exp is
 ``[b, heads, s]`` with natural logarithms in at least fp32.  In a causal call queries are the last of the keys' tokens:
-the mask is aligned bottom-right.  Kernels that cannot do that get squares, in which both alignments agree.
+the mask is aligned bottom-right.  Kernels that cannot do that get squares, for which both alignments are equal.
 
-The backward of a kernel takes the output and the log-sum-exp of the *whole* softmax: with those of
-the merged result it gives this part's exact contribution.
+The backward of a kernel takes the output and the log-sum-exp of the *whole* softmax, which are those of
+the merged result.  So it computes the exact contribution of the call's keys.
 """
 
 import abc
@@ -31,7 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Holds what decides whether a kernel can be used."""
+    """Properties of the device and the tensors that decide whether a kernel can be used."""
 
     device: str  # ``cpu`` or ``cuda``
     dtype: torch.dtype  # of queries, keys and values
@@ -51,7 +51,7 @@ class Setting:
 
 
 class Scores(NamedTuple):
-    """Which scores of queries and keys count in a call."""
+    """Mask and scale of the scores of a call."""
 
     causal: bool  # whether a query sees the keys up to its own only; queries are the last tokens of the keys
     scale: float
@@ -64,16 +64,16 @@ class Kernel(abc.ABC):
     name: ClassVar[str]  # for messages and benchmarks
     summary: ClassVar[str]  # what it supports, for the table in the documentation
     takes_window: ClassVar[bool] = False  # whether causal calls may have a window
-    # Whether a causal backward over more keys than queries is slower than two: of the square, and of all before it.
+    # Whether one causal backward over more keys than queries is slower than two: of the square and of the keys before.
     splits_backward: ClassVar[bool] = False
-    is_extension: ClassVar[bool] = False  # whether it is code of another package, which takes tensors with memory only
+    is_extension: ClassVar[bool] = False  # whether it is no PyTorch operator, so that fake tensors cannot be passed
 
     @abc.abstractmethod
     def refuses(self, setting: Setting) -> str | None:
-        """Why it cannot run in a setting, None if it can."""
+        """Returns why the kernel cannot run in a setting; None if it can."""
 
     def takes_prefix(self, queries: int, keys: int) -> bool:
-        """Whether a causal call may have so many more keys than queries; a square is always possible."""
+        """Whether a causal call may have ``keys`` > ``queries``; a square is always possible."""
         return False
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class Kernel(abc.ABC):
 
 
 def forward_backward(kernel: Kernel, qkv: Sequence[Tensor], grad: Tensor, call: Scores) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of q, k and v of one call that is all there is."""
+    """Output, log-sum-exp and gradients of q, k and v, if one call has all keys."""
     q, k, v = qkv
     out, lse = kernel.forward(q, k, v, call)
     return out, lse, *kernel.backward(grad, (q, k, v, out, lse), call)
@@ -143,7 +143,7 @@ class CudaFlash(Kernel):
 
     def backward(self, grad: Tensor, saved: Saved, call: Scores) -> Gradients:
         q, k, v, out, lse = saved
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's; unused
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's state; unused
         offset = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward.default(
             *(_swap(grad).contiguous(), _swap(q), _swap(k), _swap(v), _swap(out).contiguous(), lse, None, None),
@@ -242,12 +242,12 @@ class CudaEfficient(Kernel):
 
     @staticmethod
     def _mask(causal: bool, q: Tensor, k: Tensor) -> int:
-        """PyTorch's number of a mask: none, causal of a square, causal aligned bottom-right."""
+        """PyTorch's number of a mask: none, causal for a square, causal aligned bottom-right."""
         return 0 if not causal else 1 if q.shape[0] == k.shape[0] else 2
 
 
 class CudnnFlash(Kernel):
-    """cuDNN's fused attention by way of PyTorch, which aligns the mask top-left."""
+    """cuDNN's fused attention through PyTorch, which aligns the mask top-left."""
 
     name = "cudnn"
     summary = "CUDA sm80+ with cuDNN; bf16, fp16; head dim <= 128, a multiple of 8; grouped queries native"
@@ -255,7 +255,7 @@ class CudnnFlash(Kernel):
     def refuses(self, setting: Setting) -> str | None:
         if setting.device != "cuda" or not torch.backends.cudnn.is_available():
             return "needs CUDA with cuDNN"
-        if torch.are_deterministic_algorithms_enabled():  # PyTorch's own attention does not take it then either
+        if torch.are_deterministic_algorithms_enabled():  # PyTorch's own attention does not use it then, either
             return "is not deterministic"
         return _refused(setting, (8, 0), 128)
 
@@ -279,7 +279,7 @@ class CudnnFlash(Kernel):
 
 
 class TransformerEngineFused(Kernel):
-    """cuDNN's fused attention by way of Transformer Engine 2, which aligns the mask as it is told."""
+    """cuDNN's fused attention through Transformer Engine 2, with a mask aligned bottom-right."""
 
     name = "te-fused"
     summary = (
@@ -287,11 +287,11 @@ class TransformerEngineFused(Kernel):
         "one call per slice of a multiple of 64 tokens"
     )
     takes_window = True
-    splits_backward = True  # by 11 to 20 % for 4,096 queries on an H200
+    splits_backward = True  # one call is 11 to 20 % slower for 4,096 queries on an H200
     is_extension = True
     module: ClassVar[str] = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-    """Has ``fused_attn_fwd`` and ``fused_attn_bwd``."""
-    granule_tokens: ClassVar[int] = 64  # cuDNN's masks that are aligned bottom-right want multiples of it
+    """The module with ``fused_attn_fwd`` and ``fused_attn_bwd``."""
+    granule_tokens: ClassVar[int] = 64  # cuDNN's masks aligned bottom-right need multiples of it
 
     def refuses(self, setting: Setting) -> str | None:
         least = (9, 0) if torch.are_deterministic_algorithms_enabled() else (8, 0)
@@ -326,7 +326,7 @@ class TransformerEngineFused(Kernel):
 
     @staticmethod
     def _call(library: Any, qkv: Sequence[Tensor], call: Scores) -> dict[str, Any]:
-        """Arguments of both directions, by keyword: their places differ between releases."""
+        """Arguments of both directions, by keyword, because their positions differ between releases."""
         q, k, v = qkv
         (queries, batch), keys = q.shape[:2], k.shape[0]
         square = "causal" if queries == keys else "causal_bottom_right"
@@ -354,18 +354,18 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _cumulative(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """Where the sequences of a batch begin, and the end of the last one."""
+    """Cumulative lengths of a batch's sequences: their first tokens, and the end of the last one."""
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=16)
 def _unused_seed(device: torch.device) -> Tensor:
-    """The state of dropout, which there is none of."""
+    """A placeholder for dropout's random state, which is not used."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def _refused(setting: Setting, capability: tuple[int, int], widest: int) -> str | None:
-    """Why a kernel of half precision cannot run in a setting."""
+    """Returns why a half-precision kernel cannot run in a setting; None if it can."""
     if setting.device != "cuda":
         return "runs on CUDA only"
     if setting.dtype not in _HALF:
@@ -382,7 +382,7 @@ def _missing(module: str, title: str) -> str | None:
 
 
 def _both_sides(call: Scores) -> tuple[int, int]:
-    """Keys before and after its own that a query sees; -1 for all."""
+    """Number of keys before and after its own that a query sees; -1 for all."""
     return -1 if call.window is None else call.window, 0 if call.causal else -1
 
 
@@ -396,13 +396,13 @@ def _swap(tensor: Tensor) -> Tensor:
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
-    """Keys or values once per query head."""
+    """Keys or values repeated for every query head."""
     times = heads // tensor.shape[2]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=2)
 
 
 def _fold(gradient: Tensor, groups: int) -> Tensor:
-    """The transpose of ``_repeat``."""
+    """Gradient of ``_repeat``: sums over the query heads of a group."""
     if gradient.shape[2] == groups:
         return gradient
     return gradient.unflatten(2, (groups, gradient.shape[2] // groups)).sum(dim=3)

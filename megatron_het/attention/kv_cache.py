@@ -7,9 +7,9 @@ in its backward.  Slices of a microbatch are released last in, first out; severa
 Every other microbatch grows from the top end of the pool, so that a microbatch's chunks mostly form one contiguous
 run and its prefix is one view, without concatenating anything.  Where they do not, the prefix is several views.
 
-Kernels that align a causal mask bottom-right want a slice's own keys last, in one view with those before.  Where the
-rows after a microbatch's are not free, its last chunk makes room for the next one by going down to the other end.  It
-comes up again when the next one is given back.  Two copies of a chunk, whatever the length of its prefix.
+Kernels that align a causal mask bottom-right need a slice's own keys last, in one view with the earlier ones.  If the
+rows after a microbatch's chunks are not free, its last chunk moves to the other end of them and the next chunk takes
+its rows.  It moves back when the next chunk is released: two copies of a chunk, whatever the length of the prefix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from megatron_het.attention.kv_pool import CacheError, GradientTotals, KVPool, P
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of chunks that lie next to each other."""
+    """Contiguous rows of the pool, of one or more chunks."""
 
     keys: Tensor  # ``[rows, b, groups, d]``, a view of the pool
     values: Tensor
-    parts: tuple[Part, ...]  # what the rows are, in the order of the views
+    parts: tuple[Part, ...]  # slice and rows of its chunk, for each chunk in the views, in their order
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -37,25 +37,25 @@ class Run:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Holds the tokens ``[begin, end)`` of a slice: those from ``first`` on."""
+    """Chunk of a slice with the tokens ``[begin, end)``, of which it holds ``[first, end)``."""
 
     begin: int
     first: int
     end: int
     place: Place | None
-    before: Sequence[Run] | None = None  # the runs of all chunks before it, once they have been asked for
-    line: Run | None = None  # all chunks up to it as one view, once it has been asked for
+    before: Sequence[Run] | None = None  # the runs of all chunks before it, cached at their first use
+    line: Run | None = None  # all chunks up to it as one view, cached at its first use
 
 
 def _span(chunk: _Chunk) -> tuple[int, int]:
-    """Rows of the slab that a chunk has; negative ones where it has none."""
+    """First and end row of a chunk in the slab; (-1, -1) if it has none there."""
     place = chunk.place
     return (-1, -1) if place is None or place.at < 0 else (place.at, place.at + place.keys.shape[0])
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """Holds the cache of one microbatch: ``batch`` sequences, the i-th slice of them in ``chunks[i]``."""
+    """Cache of one microbatch with ``batch`` sequences; ``chunks[i]`` belongs to slice i."""
 
     grows_up: bool
     batch: int
@@ -63,22 +63,22 @@ class _Sequence:
     totals: GradientTotals = field(init=False)
 
     def __post_init__(self) -> None:
-        chunks = self.chunks  # not this object, which would refer to itself
+        chunks = self.chunks  # the closure must not refer to this object: a reference cycle would keep its memory
         self.totals = GradientTotals(self.batch, lambda piece: chunks[piece].end - chunks[piece].first)
 
 
 class KVCache:
     """Keys and values of one layer, by microbatch and slice.
 
-    Tokens are counted as they are appended: those of the sequence, or of a context-parallel rank's part of it.
+    Tokens are numbered in the order of appending: those of the sequence, or of a context-parallel rank's part of it.
 
     Args:
-        slots: Chunks in the pool.  The schedule says how many are needed at once.
+        slots: Chunks in the pool: the largest number that the schedule holds at once.
         batch: Sequences of the largest microbatch; by default all have as many as the first.
-        in_line: Whether the last chunk comes after those before it in memory, where that is possible.
+        in_line: Whether the last chunk is placed after the earlier ones in memory, if possible.
     """
 
-    expands = False  # whether what is attended to is made of what is held, at every use
+    expands = False  # whether keys and values are computed from the held tensors at every use
 
     def __init__(self, slots: int, batch: int | None = None, *, in_line: bool = False) -> None:
         self.slots = slots
@@ -98,29 +98,29 @@ class KVCache:
         return [*self._pool.tensors(), *totals]
 
     def reserve(self, rows: int) -> None:
-        """Have room for so many tokens at once, in place of equal slots; nothing may be held."""
+        """Size the pool for ``rows`` tokens at once, in place of equal slots; the cache must be empty."""
         self._pool.reserve(rows)
 
     def append(self, microbatch: int, index: int, key: Tensor, value: Tensor, unread: int = 0) -> bool:
         """Copy a slice's keys and values into the pool; once only, so that recomputation is safe.
 
         Args:
-            index: Index of the slice; the one after the last cached one, or a cached one.
+            index: Index of the slice: that of the last cached one plus 1, or of a cached one.
             key: ``[tokens, b, groups, d]``.
-            value: The same of the values.  Both are copied: they are views of larger tensors.
-            unread: How many tokens at the start no later slice reads; they are not held.
+            value: ``[tokens, b, groups, d]``.  Both are copied, because they are views of larger tensors.
+            unread: Number of tokens at the start that no later slice reads; they are not held.
 
         Returns:
-            Whether it is new: False in a recomputed forward.
+            Whether the slice is new: False in a recomputed forward.
 
         Raises:
-            CacheError: A slice was left out, another shape, or the pool is full.
+            CacheError: A slice was skipped, the shape differs from the pool's, or the pool is full.
         """
         sequence = self._sequences.get(microbatch)
         if sequence is None:
             if not self._sequences:
-                # Sides decide in which order keys are attended to, hence how sums round: every iteration, the
-                # first one after a resumption too, begins at the same side.
+                # The side of the pool determines the order of the keys, hence the rounding of sums.  So every
+                # iteration, including the first one after a resumption, begins at the same side.
                 self._opened = 0
             sequence = self._sequences[microbatch] = _Sequence(self._opened % 2 == 0, key.shape[1])
             self._opened += 1
@@ -141,7 +141,7 @@ class KVCache:
         return True
 
     def _row_in_line(self, sequence: _Sequence, rows: int) -> int:
-        """First row of the next chunk after all others of a microbatch; -1 where there is no room."""
+        """First row for the next chunk after a microbatch's others, moving its last one if needed; -1 without room."""
         ends = [_span(chunk) for chunk in sequence.chunks]
         if not ends or min(ends)[0] < 0:
             return -1
@@ -157,7 +157,7 @@ class KVCache:
         return first
 
     def _bring_up(self, sequence: _Sequence) -> None:
-        """Let the last chunk come up to the end of the others."""
+        """Move the last chunk back to the end of the others, if those rows are free."""
         ends = [_span(chunk) for chunk in sequence.chunks]
         if len(ends) < 2 or min(ends)[0] < 0:
             return
@@ -167,7 +167,7 @@ class KVCache:
             sequence.chunks[-1].place = self._pool.move(place, end)
 
     def begin_of(self, microbatch: int, index: int) -> int:
-        """First token of a slice, whether it is cached or the next one to be."""
+        """First token of a slice that is cached, or is the next one to be cached."""
         chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
         return chunks[index].begin if index < len(chunks) else chunks[-1].end if chunks else 0
 
@@ -177,24 +177,24 @@ class KVCache:
         return () if sequence is None else tuple(chunk.begin for chunk in sequence.chunks)
 
     def shown(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that are attended to, of what is appended."""
+        """The keys and values for attention, from appended tensors; they are the same here."""
         return key, value
 
     def of_appended(self, key: Tensor, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of what is appended, of those of what is attended to (``shown``)."""
+        """The gradients of the appended tensors, from those of the keys and values for attention (``shown``)."""
         return grad_keys, grad_values
 
     def line(self, microbatch: int, index: int) -> tuple[Run, Run | None] | None:
-        """The chunks up to a slice as one view in which the slice's own is last, and the part of it before that.
+        """The chunks up to a slice as one view with the slice's own last, and the part of the view before it.
 
         Returns:
-            None where they do not lie so; None as the part before the first slice.
+            None if the chunks are not in this order in memory; for the first slice the second part is None.
         """
         sequence = self._sequences[microbatch]
         if index >= len(sequence.chunks):
             return None
         chunk, size = sequence.chunks[index], sequence.chunks[index].end - sequence.chunks[index].begin
-        # The chunks before it stay where they are until its backward; it may not find its place at the front again.
+        # Earlier chunks do not move until this slice's backward, but its own chunk may not have come back to its place.
         if (
             chunk.line is None
             or chunk.place is None
@@ -210,7 +210,7 @@ class KVCache:
         return whole, Run(whole.keys[:-size], whole.values[:-size], whole.parts[:-1])
 
     def in_order(self, microbatch: int, start: int, stop: int) -> Run:
-        """Tokens ``[start, stop)`` of a sequence, all of them held, in their order; copied where they lie apart."""
+        """Tokens ``[start, stop)`` of a sequence, all held, in their order; copied if they are not contiguous."""
         runs = self.runs(microbatch, start, stop)
         parts = tuple(self._parts(microbatch, start, stop))
         if len(runs) == 1 and runs[0].parts == parts:
@@ -219,10 +219,10 @@ class KVCache:
         return Run(torch.cat([run.keys for run in found]), torch.cat([run.values for run in found]), parts)
 
     def joined(self, microbatch: int, index: int, unread: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns what was appended of a slice: what is not held, and what is.
+        """Returns the tensors appended for a slice: its unread tokens joined with the held ones.
 
         Args:
-            unread: Keys ``[unread, b, groups, d]`` and values; nothing if all are held.
+            unread: Keys ``[unread, b, groups, d]`` and values of the tokens that are not held; empty if all are held.
         """
         place = self._sequences[microbatch].chunks[index].place
         if place is None:
@@ -234,7 +234,7 @@ class KVCache:
         return key, value
 
     def prefix(self, microbatch: int, index: int, skipped_tokens: int = 0) -> Sequence[Run]:
-        """The chunks of the slices before one, less so many first tokens, as few contiguous runs as they form."""
+        """The chunks of the slices before one, without the first ``skipped_tokens``, as few contiguous runs."""
         chunks = self._sequences[microbatch].chunks if microbatch in self._sequences else ()
         if skipped_tokens or index >= len(chunks):
             return self.runs(microbatch, skipped_tokens, self.begin_of(microbatch, index))
@@ -244,7 +244,7 @@ class KVCache:
         return found
 
     def runs(self, microbatch: int, start: int, stop: int) -> Sequence[Run]:
-        """Tokens ``[start, stop)`` of a sequence, all of them held, as few contiguous runs as they form, in any order.
+        """Tokens ``[start, stop)`` of a sequence, all held, as few contiguous runs as possible, in any order.
 
         Raises:
             CacheError: Some of them are not held.
@@ -274,13 +274,13 @@ class KVCache:
         return runs + apart
 
     def copy_tokens(self, microbatch: int, start: int, stop: int, out: Tensor, groups: slice = slice(None)) -> None:
-        """Copy the keys and values of tokens ``[start, stop)`` of a sequence, as far as they are held.
+        """Copy the held keys and values among the tokens ``[start, stop)`` of a sequence.
 
         Args:
             start: First token.
-            stop: End of the tokens; all of them are of cached slices.
-            out: ``[2, stop - start, b, groups, d]``: keys, then values.  Rows of tokens that are not held stay as they
-                are.
+            stop: End of the tokens; all of them belong to cached slices.
+            out: ``[2, stop - start, b, groups, d]``: keys, then values.  Rows of tokens that are not held are not
+                written.
             groups: Which key-value groups.
         """
         for first, run in self._by_chunk(microbatch, start, stop, gaps=True):
@@ -290,7 +290,7 @@ class KVCache:
             out[1, rows].copy_(values[:, :, groups])
 
     def _parts(self, microbatch: int, start: int, stop: int, gaps: bool = False) -> Iterator[Part]:
-        """The rows of every chunk that tokens ``[start, stop)`` touch; with ``gaps`` some of them may not be held."""
+        """Yields the rows of chunks that hold tokens ``[start, stop)``; with ``gaps`` some tokens may not be held."""
         at = start
         for piece, chunk in enumerate(self._sequences[microbatch].chunks):
             if at >= stop:
@@ -304,7 +304,7 @@ class KVCache:
                 at = end
 
     def _by_chunk(self, microbatch: int, start: int, stop: int, gaps: bool = False) -> Iterator[tuple[int, Run]]:
-        """Tokens ``[start, stop)`` in their order, a run for each chunk with its first token."""
+        """Yields the tokens ``[start, stop)`` in order, chunk by chunk: first token, and a run of the chunk's rows."""
         chunks = self._sequences[microbatch].chunks
         for piece, lo, hi in self._parts(microbatch, start, stop, gaps):
             place = chunks[piece].place
@@ -329,29 +329,29 @@ class KVCache:
         is kept as it is.
 
         Args:
-            run: The chunks, as ``runs`` gave them.
+            run: The chunks, as a run that ``runs`` has returned.
             grad_keys: Gradient of the run's keys.
-            sequences: Of the microbatch, those that the gradients are of; None for all.
+            sequences: The microbatch's sequences to which the gradients belong; None for all.
         """
         self._sequences[microbatch].totals.add(run.parts, grad_keys, grad_values, sequences)
 
     def add_token_gradient(
         self, microbatch: int, start: int, stop: int, grad_keys: Tensor, grad_values: Tensor
     ) -> None:
-        """Add a later slice's contribution to the gradients of tokens ``[start, stop)``, as far as they are held."""
+        """Add a later slice's contribution to the gradients of the held tokens among ``[start, stop)``."""
         for first, run in self._by_chunk(microbatch, start, stop, gaps=True):
             part = slice(first - start, first - start + run.keys.shape[0])
             self.add_gradient(microbatch, run, grad_keys[part], grad_values[part])
 
     def release(self, microbatch: int, index: int) -> tuple[Tensor, Tensor] | None:
-        """Give the last slice's chunk back.
+        """Free the last slice's chunk.
 
         Returns:
-            The gradients of what is held of its keys and values from all later slices, in at least fp32; None if
+            The gradients of its held keys and values from all later slices, in at least fp32; None if
             there are none.
 
         Raises:
-            CacheError: It is not the last one.
+            CacheError: The slice is not the last one.
         """
         self.check_last(microbatch, index)
         sequence = self._sequences[microbatch]
@@ -366,23 +366,23 @@ class KVCache:
         return gradients
 
     def settle(self, microbatch: int, index: int, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the last slice's chunk back.
+        """Free the last slice's chunk, and complete the gradients of its appended tensors.
 
         Args:
-            grad_keys: What the slice itself adds to the gradient of what was appended as keys; may be changed.
+            grad_keys: The slice's own contribution to the gradient of the appended keys; changed in place.
 
         Returns:
-            The gradients of what was appended, from this slice and all later ones.
+            The gradients of the appended keys and values, from this slice and all later ones.
         """
         later = self.release(microbatch, index)
         if later is not None:
-            rows = later[0].shape[0]  # those that are held are the last ones
+            rows = later[0].shape[0]  # the held tokens are the last ones of the slice
             whole = rows == grad_keys.shape[0]
             add_(*((grad_keys, grad_values) if whole else (grad_keys[-rows:], grad_values[-rows:])), *later)
         return grad_keys, grad_values
 
     def drop(self, microbatch: int) -> None:
-        """Give all chunks of a microbatch back, without a backward pass (evaluation)."""
+        """Free all chunks of a microbatch without a backward pass (evaluation)."""
         for chunk in self._sequences.pop(microbatch).chunks:
             if chunk.place is not None:
                 self._pool.give(chunk.place)
@@ -394,6 +394,6 @@ class KVCache:
             raise CacheError(f"key-value chunks left at the end of the step (microbatch: slices): {held}")
 
     def clear(self) -> None:
-        """Forget everything and free the slab, after a failed step or for another batch shape."""
+        """Empty the cache and free the slab, after a failed step or for another batch shape."""
         self._sequences.clear()
         self._pool.clear()

@@ -1,8 +1,8 @@
 """The memory of a key-value cache: one slab, of which chunks of different length take rows.
 
-A chunk is given the first free rows that it fits into, from the bottom or from the top of the slab.  Chunks that are
-taken from one side, and given back last first, lie next to each other.  Where none of the free rows are long
-enough, though together they are, a chunk gets memory of its own.
+A chunk is placed in the first free range that is long enough, from the bottom or from the top of the slab.  Chunks
+that are placed from one side, and freed last in, first out, are contiguous.  If the free rows suffice only together,
+not in one range, a chunk gets memory of its own.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Gradients of cached keys and values, added up until the backward of their own slice.
 #
-# Every later slice adds to the gradients of all chunks before it.  Chunks that lie next to each other keep theirs in
+# Every later slice adds to the gradients of all chunks before it.  Contiguous chunks have their gradients in
 # one tensor, in the order of the pool: a later slice adds with one call for the keys and one for the values, however
 # many chunks there are.
 
@@ -25,7 +25,7 @@ Addition = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def add_(keys: Tensor, values: Tensor, more_keys: Tensor, more_values: Tensor) -> None:
-    """Add to keys and values in place: by one kernel where there is one for the device and the types."""
+    """Add to keys and values in place, with one fused kernel if there is one for the device and the types."""
     if not keys.is_cuda:
         keys.add_(more_keys)
         values.add_(more_values)
@@ -42,7 +42,7 @@ def add_(keys: Tensor, values: Tensor, more_keys: Tensor, more_values: Tensor) -
 
 @functools.lru_cache(maxsize=16)
 def fused_addition(device: torch.device, dtype: torch.dtype, more_dtype: torch.dtype) -> Addition | None:
-    """The kernel that adds to two tensors at once, after a trial; None without Triton, or where the trial fails."""
+    """The kernel that adds to two tensors at once, after a trial; None without Triton, or if the trial fails."""
     try:
         from megatron_het.attention.fused_addition import add_pair
 
@@ -50,13 +50,13 @@ def fused_addition(device: torch.device, dtype: torch.dtype, more_dtype: torch.d
         total, more = (torch.full((2, 1504), 0.5, device=device, dtype=kind) for kind in (dtype, more_dtype))
         add_pair(total[0], total[1, :704], more[0], more[1, :704])
         is_right = bool((total.float().sum(1) == torch.tensor([1504.0, 1104.0], device=device)).all())
-    except Exception:  # no Triton, no compiler, a device that it does not know: there is another way
+    except Exception:  # no Triton, no compiler, an unsupported device: plain additions are used instead
         return None
     return add_pair if is_right else None
 
 
 def _widened(keys: Tensor, values: Tensor) -> Pair:
-    """Gradients in the type in which they are added up, in memory of their own."""
+    """Gradients in at least fp32, the type of their sums, and not as views of larger tensors."""
     keys, values = (
         t.clone() if wide is t.dtype and t.untyped_storage().nbytes() > t.nbytes else t.to(wide)
         for t in (keys, values)
@@ -67,14 +67,14 @@ def _widened(keys: Tensor, values: Tensor) -> Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """Gradients of neighbouring rows of chunks, in the order of ``parts``."""
+    """Gradient sums of contiguous rows of chunks, in the order of ``parts``."""
 
     parts: tuple[Part, ...]
     keys: Tensor
     values: Tensor
 
     def rows_of(self, parts: tuple[Part, ...], rows: int) -> slice | None:
-        """Where so many rows are that other parts have; None if they are not here, next to each other."""
+        """Position of ``parts``, which have ``rows`` rows together; None if they are not here as one range."""
         if parts[0] not in self.parts:
             return None
         first = self.parts.index(parts[0])
@@ -85,10 +85,10 @@ class _Total:
 
 
 class GradientTotals:
-    """Holds what the later slices of one microbatch have added up, by slice.
+    """Holds the gradient sums of one microbatch's chunks from later slices, by slice.
 
     Args:
-        rows_of: How many rows the chunk of a slice has.
+        rows_of: Returns how many rows the chunk of a slice has.
     """
 
     def __init__(self, batch: int, rows_of: Callable[[int], int]) -> None:
@@ -103,7 +103,7 @@ class GradientTotals:
         Args:
             parts: Rows of chunks, in the order of the gradients.
             grad_keys: ``[rows, b, ...]``.
-            sequences: Of the microbatch, those that the gradients are of; None for all.
+            sequences: The microbatch's sequences to which the gradients belong; None for all.
         """
         if grad_keys.shape[1] == self._batch:
             for total in self._totals:
@@ -131,11 +131,11 @@ class GradientTotals:
             add_(whole_keys[lo:hi, batch], whole_values[lo:hi, batch], *pair)
 
     def take(self, piece: int) -> Pair | None:
-        """The gradients of a slice's chunk, which goes; None if there are none."""
+        """Removes and returns the gradients of a slice's chunk; None if there are none."""
         return self._of.pop(piece, None)
 
     def tensors(self) -> list[Tensor]:
-        """Returns what is held."""
+        """Returns all gradient sums."""
         return [tensor for pair in self._of.values() for tensor in pair]
 
 
@@ -156,7 +156,7 @@ class Place:
 class KVPool:
     """Keys and values of the chunks of one layer."""
 
-    slots: int  # chunks that fit into the pool, by the length of the first one; :meth:`reserve` says it in rows
+    slots: int  # chunks that fit into the pool, as long as the first one; :meth:`reserve` sets the size in rows
     batch: int | None = None  # sequences of the largest microbatch; by default all have as many as the first
 
     def __post_init__(self) -> None:
@@ -175,11 +175,11 @@ class KVPool:
         return sum(tensor.nbytes for tensor in (*(self.slabs or ()), *apart))
 
     def tensors(self) -> list[Tensor]:
-        """Returns what the pool holds in memory."""
+        """Returns all tensors of the pool."""
         return [*(self.slabs or ()), *(part for place in self._apart for part in (place.keys, place.values))]
 
     def reserve(self, rows: int) -> None:
-        """Have room for so many rows at once; nothing may be held.  The pool never becomes smaller."""
+        """Size the pool for at least ``rows`` rows; it must be empty.  The pool never becomes smaller."""
         if self._held_rows:
             raise CacheError("the key-value pool is given another size while it is in use")
         self._reserved = max(self._reserved, rows)
@@ -192,10 +192,10 @@ class KVPool:
         Args:
             key: ``[rows, batch, ...]``.
             from_bottom: Which side of the slab to search from.
-            at: The first row, if those are free; -1 for any.
+            at: The first row, if these rows are free; -1 for any.
 
         Raises:
-            CacheError: Another shape than the pool's, or no room.
+            CacheError: The shape differs from the pool's, or there is no room.
         """
         keys, values = self._slab(key, value)
         rows, batch = key.shape[:2]
@@ -215,7 +215,7 @@ class KVPool:
         return place
 
     def give(self, place: Place) -> None:
-        """Give rows back."""
+        """Free the rows of a chunk."""
         rows = place.keys.shape[0]
         self._held_rows -= rows
         if place.at < 0:
@@ -224,27 +224,27 @@ class KVPool:
             del self._taken[bisect.bisect_left(self._taken, (place.at, place.at + rows))]
 
     def are_free(self, at: int, rows: int) -> bool:
-        """Whether rows from ``at`` on are there, and nobody's."""
+        """Whether the rows from ``at`` on exist and are free."""
         after = bisect.bisect_left(self._taken, (at, at))
         is_below = after == len(self._taken) or at + rows <= self._taken[after][0]
         return 0 <= at <= self._rows - rows and is_below and (not after or self._taken[after - 1][1] <= at)
 
     def move(self, place: Place, at: int) -> Place:
-        """Copy a chunk to free rows, from ``at`` on, and give its own back."""
-        self._held_rows -= place.keys.shape[0]  # it is counted once
+        """Copy a chunk to free rows, from ``at`` on, and free its old ones."""
+        self._held_rows -= place.keys.shape[0]  # count the chunk only once while it has both
         moved = self.take(place.keys, place.values, at=at)
         self._held_rows += place.keys.shape[0]
         self.give(place)
         return moved
 
     def clear(self) -> None:
-        """Forget everything and free the slab."""
+        """Empty the pool and free the slab."""
         self._taken.clear()
         self._apart.clear()
         self._held_rows, self.slabs = 0, None
 
     def _free(self, rows: int, from_bottom: bool) -> int:
-        """First row of the free ones that a chunk gets; -1 if there are none next to each other."""
+        """First row of the first free range of ``rows`` rows from one side; -1 if there is none."""
         if from_bottom:
             low = 0
             for first, end in self._taken:
@@ -260,7 +260,7 @@ class KVPool:
         return high - rows if high >= rows else -1
 
     def _slab(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The slabs, made at the first use."""
+        """The slabs of keys and values, allocated at the first use."""
         rows, batch, *rest = key.shape
         if self.slabs is None:
             self._rows = self._reserved or self.slots * rows

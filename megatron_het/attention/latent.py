@@ -1,9 +1,9 @@
-"""Multi-latent attention in slices: what is cached are compressed keys and values.
+"""Multi-latent attention in slices: the cache holds compressed keys and values (latents).
 
 A token has one latent vector for the keys and values of all heads, and one rotary part of the keys (DeepSeek-V2,
 section 2.1).  The cache holds both, ``[tokens, b, 1, rank + rotary]``.  Attention works on one cached chunk at a time:
-its keys and values are made from the latents, and the gradients that come back are those of the latents and of the
-weight that makes keys and values.  So the expanded form is there for one chunk of one layer only.
+its keys and values are expanded from the latents.  Their gradients become gradients of the latents and of the up
+projection's weight.  So expanded keys and values exist for one chunk of one layer only.
 """
 
 import functools
@@ -25,25 +25,25 @@ from megatron_het.attention.places import take_blocks
 
 @dataclass(frozen=True)
 class Widths:
-    """Channels of a head, and of what is cached."""
+    """Numbers of heads and of channels, per head and of the cached latents."""
 
     heads: int  # of this TP rank
     rank: int  # of the latent vector
     rotary: int  # of the keys' rotary part, which all heads share
-    plain: int  # of a key without it
+    plain: int  # of a key without its rotary part
     value: int  # of a value
 
     @property
     def head(self) -> int:
-        """Returns what queries, keys and values are given to a kernel with: zeros fill them up."""
+        """Returns the channels per head in kernel calls: queries, keys and values are padded with zeros to it."""
         return max(self.plain + self.rotary, self.value)
 
 
 class Expansion:
-    """Keys and values out of latents, by the weight of the up projection.
+    """Expands latents to keys and values by the weight of the up projection.
 
     Args:
-        weight: ``[heads * (plain + value), rank]``; asked for at every use.
+        weight: Returns ``[heads * (plain + value), rank]``; called at every use.
     """
 
     def __init__(self, widths: Widths, weight: Callable[[], Tensor]) -> None:
@@ -65,7 +65,7 @@ class Expansion:
 
     @torch.no_grad()
     def project(self, latents: Tensor, grad_keys: Tensor, grad_values: Tensor) -> Tensor:
-        """Gradient of the latents; that of the weight is added up here.
+        """Gradient of the latents; the gradient of the weight is accumulated in this object.
 
         Args:
             latents: As for :meth:`expand`.
@@ -82,13 +82,13 @@ class Expansion:
         return torch.cat(((both @ weight).to(wide), rotary), dim=-1).unsqueeze(2)
 
     def take_weight_gradient(self, like: Tensor) -> Tensor:
-        """Returns what was added up since the last time."""
+        """Returns the weight's gradient since the last call."""
         found, self._weight_gradient = self._weight_gradient, None
         return torch.zeros_like(like) if found is None else found.to(like.dtype)
 
 
 class _Weighted(torch.autograd.Function):
-    """Latents as they are; gives the weight the gradient that the attention after it has added up."""
+    """Identity of the latents, whose backward gives the weight the gradient that the attention has accumulated."""
 
     @staticmethod
     def forward(ctx: Any, latents: Tensor, weight: Tensor, expansion: Expansion) -> Tensor:
@@ -110,7 +110,7 @@ class _Expanded(Run):
 
 
 class _Chunks(Sequence[Run]):
-    """Runs that are expanded one at a time, whenever they are gone through."""
+    """Runs that are expanded one at a time, at every iteration over them."""
 
     def __init__(self, packed: list[Run], expand: Callable[[Run], Run]) -> None:
         self._packed, self._expand = packed, expand
@@ -126,7 +126,7 @@ class _Chunks(Sequence[Run]):
 
 
 class LatentCache(KVCache):
-    """Latents of one layer, by microbatch and slice; those who attend see keys and values.
+    """Cache of one layer's latents, by microbatch and slice, from which attention reads expanded keys and values.
 
     Args:
         slots: See :class:`KVCache`.
@@ -178,21 +178,21 @@ def widths_of(attention: Any) -> Widths:
 
 
 def attend_by_latents(attention: Any) -> Expansion:
-    """Have an attention give its core latents in place of keys and values, for good; what makes these of them.
+    """Make an attention pass latents to its core in place of keys and values; returns their expansion.
 
     Args:
-        attention: A ``MultiLatentAttention`` of Megatron.
+        attention: A ``MultiLatentAttention`` of Megatron; changed for good.
     """
     widths, linear = widths_of(attention), attention.linear_kv_up_proj
     expansion = Expansion(widths, lambda: linear.weight)
-    # The module is called still, for those who hook into its forward, such as gathers of parameters.
+    # The module itself is still called, so that hooks on its forward run, such as gathers of parameters.
     linear.forward = functools.partial(_carry_weight, linear, expansion, attention.config)
     attention.get_query_key_value_tensors = functools.partial(_queries_and_latents, attention, widths)
     return expansion
 
 
 def _carry_weight(linear: Any, expansion: Expansion, config: Any, latents: Tensor) -> tuple[Tensor, None]:
-    """In place of the up projection: latents after its norm, if it has one, whose backward knows the weight."""
+    """Replacement of the up projection's forward: latents after its norm, if any, with the weight in the backward."""
     scale = getattr(linear, "layer_norm_weight", None)
     if scale is not None:  # Transformer Engine's layer is norm and projection in one
         if config.layernorm_zero_centered_gamma:
@@ -214,18 +214,18 @@ def _queries_and_latents(
     packed_seq_params: Any = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In place of ``get_query_key_value_tensors``.
+    """Replacement of ``get_query_key_value_tensors``.
 
     Args:
         attention: The layer's attention.
         hidden_states: ``[s, b, hidden]``, a part of s under sequence parallelism.
         key_value_states: Ignored: self-attention.
         position_ids: Ignored, as Megatron does.
-        packed_seq_params: Says which slice runs.
+        packed_seq_params: The ``SliceParams`` of the slice that runs.
 
     Returns:
-        Queries ``[s, b, heads, width]``, latents ``[s, b, 1, rank + rotary]``, nothing in place of values, and what
-        queries and latents were made from.
+        Queries ``[s, b, heads, width]``, latents ``[s, b, 1, rank + rotary]``, an empty tensor in place of values, and
+        the inputs of the projections of queries and latents.
     """
     config, group, w = attention.config, attention.tp_group, widths
     queries, both = attention._qkv_down_projection(hidden_states)
@@ -253,7 +253,7 @@ def _queries_and_latents(
 
 def _rotation(attention: Any, params: Any) -> Callable[[Tensor], Tensor]:
     """Rotates ``[s, b, heads, rotary]`` of the slice that runs."""
-    # "Packed": the table of the whole sequence, of which context parallelism has not taken its part yet.
+    # packed_seq=True returns the table of the whole sequence, not a context-parallel rank's part.
     table, mscale = attention.rotary_pos_emb(params.max_seqlen_q, packed_seq=True), 1.0
     if isinstance(table, tuple):
         table, mscale = table

@@ -1,4 +1,4 @@
-"""A slice, the keys that are there for it, and the calls of a kernel that its queries need."""
+"""A slice, the keys available to it, and the kernel calls that its queries need."""
 
 import enum
 import math
@@ -15,36 +15,36 @@ from megatron_het.attention.kv_cache import KVCache
 from megatron_het.families import family_of_model
 from megatron_het.plan.placement import Blocks
 
-# Rotary positions of a slice, applied by the node of its attention.
+# Rotary positions of a slice, applied inside the autograd function of its attention.
 #
-# Megatron makes cosines and sines anew for the queries and the keys of every layer, and autograd follows ten small
-# operations for each of them.  A slice pays that once per layer, however short it is.  Here the cosines and sines of
-# the whole sequence are made once; a slice takes views of them, and a rotation is undone in the backward by three
-# operations.
+# Megatron computes cosines and sines anew for the queries and the keys of every layer, and autograd records ten small
+# operations for each of them.  Every slice would pay this cost in every layer, however short it is.  Here cosines and
+# sines of the whole sequence are computed once; a slice takes views of them, and the backward of a rotation takes
+# three operations.
 
 
 # The tokens of some blocks of a sequence.
 
 
 def take_blocks(tensor: Tensor, blocks: Blocks, dim: int) -> Tensor:
-    """The tokens of some blocks; a view if there is only one."""
+    """The tokens of ``blocks`` along a dimension; a view if there is only one block."""
     parts = [tensor.narrow(dim, first, end - first) for first, end in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def take_rows(tensor: Tensor, rows: Sequence[slice], dim: int) -> Tensor:
-    """Some rows of a tensor; a view if they are next to each other."""
+    """The given rows of a tensor along a dimension; a view if there is at most one range."""
     parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in rows]
     return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
 
 
 def row_count(rows: Sequence[slice]) -> int:
-    """How many rows there are."""
+    """Total number of rows."""
     return sum(part.stop - part.start for part in rows)
 
 
 def held_before(blocks: Blocks, token: int) -> int:
-    """How many tokens at the start of some blocks come before a token."""
+    """Number of tokens in ``blocks`` that come before a token of the sequence."""
     found = 0
     for first, end in blocks:
         found += min(max(token - first, 0), end - first)
@@ -67,12 +67,12 @@ class Rotation:
         return self._turned(tensor, (sines[0], -1.0), (sines[1], 1.0))
 
     def turn_back(self, gradient: Tensor) -> Tensor:
-        """The gradient of what was rotated, of that of the result; a new tensor."""
+        """The gradient of the input of :meth:`turn`, from that of its result; a new tensor."""
         sines = self._halves(self.sin)
         return self._turned(gradient, (sines[1], 1.0), (sines[0], -1.0))
 
     def _turned(self, tensor: Tensor, first: tuple[Tensor, float], second: tuple[Tensor, float]) -> Tensor:
-        """``tensor * cos``, to each half of which the other one is added, times a sine and a factor."""
+        """``tensor * cos``, plus in each half the other half times its (sine, factor): ``first`` and ``second``."""
         width = self.cos.shape[-1]
         if width == tensor.shape[-1]:
             out = turned = tensor * self.cos
@@ -94,10 +94,10 @@ class Rotation:
 
 
 class Rotations:
-    """The rotations of slices, out of the table of angles that a model gives to its layers.
+    """Makes the rotations of slices from the table of angles that a model passes to its layers.
 
     Args:
-        factor: What cosines and sines are multiplied with (YaRN).
+        factor: Factor of cosines and sines (YaRN).
     """
 
     def __init__(self, config: Any, factor: float = 1.0) -> None:
@@ -108,7 +108,7 @@ class Rotations:
 
     @classmethod
     def of(cls, model: Any) -> "Rotations | None":
-        """Positions of a chunk whose core attention is slice attention; None where its layers rotate themselves."""
+        """Rotations for a chunk whose core attention is slice attention; None if its layers have to rotate."""
         config, layers = model.config, family_of_model(model).attention_layers(model)
         if config.apply_rope_fusion or config.multi_latent_attention or not layers:
             return None
@@ -121,7 +121,7 @@ class Rotations:
             table: Angles ``[length, 1, 1, r]`` of the sequence; Megatron keeps and repeats one tensor.
 
         Returns:
-            None where sequences have angles of their own, which their layers then see to.
+            None if every sequence has angles of its own: then the layers rotate.
         """
         if table.dim() != 4 or table.shape[1:3] != (1, 1):
             return None
@@ -133,14 +133,14 @@ class Rotations:
         return Rotation(cos, sin, whole.interleaved)
 
 
-# What a layer's attention exchanges with other devices (SlimPipe, section 4.2), as slice attention sees it.
+# Interface of slice attention to the context exchange of a layer with other devices (SlimPipe, section 4.2).
 
 
-# Several tensors as one message of bytes: what goes to one rank at one time.
+# Several tensors as one message of bytes: everything that is sent to one rank at one time.
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Tensors as one message; those of larger elements first, so that all are aligned."""
+    """Tensors as one message; the caller passes those with larger elements first, so that all are aligned."""
     return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
@@ -154,25 +154,25 @@ def unpack(message: Tensor, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]
     return found
 
 
-Given = tuple[int, int]  # tokens ``[first, end)`` whose keys and values others attend to, as the cache counts them
+Given = tuple[int, int]  # tokens ``[first, end)``, as the cache numbers them, that other devices attend to
 NOTHING: Given = 0, 0
 TokenGradient = tuple[int, int, Tensor, Tensor]  # first token, end of tokens, gradients of their keys and values
 
 
 class LayerExchange:
-    """Holds what one layer exchanges with other devices in the pass that runs: here nothing, it keeps all attention.
+    """Exchange of one layer with other devices in the running pass; this base class exchanges nothing.
 
-    Per direction: ``begin`` hands queries out, :meth:`help` works for others, ``end`` waits for the
+    Per direction: ``begin`` sends queries out, :meth:`help` works for other devices, ``end`` waits for the
     results, in this order and with the layer's own attention in between.
     """
 
     @property
     def is_active(self) -> bool:
-        """Whether the pass that runs gives attention away or attends for others; else none of these is called."""
+        """Whether the running pass gives attention away or attends for others; else no other method is called."""
         return False
 
     def begin_forward(self, query: Tensor) -> Given:
-        """Hand the query out; returns the tokens that are given away."""
+        """Send the query out; returns the tokens to which other devices attend."""
         return NOTHING
 
     def help(self, kernel: Kernel, scale: float) -> None:
@@ -183,11 +183,11 @@ class LayerExchange:
         return ()
 
     def begin_backward(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> Given:
-        """Hand the gradient of the output out; returns the tokens given away."""
+        """Send out the gradient of the output and its inputs; returns the tokens to which other devices attend."""
         return NOTHING
 
     def end_backward(self) -> Iterable[tuple[Tensor, list[TokenGradient]]]:
-        """Parts given away: gradient of the query, and what is complete of those of keys and values."""
+        """For each part given away: gradient of the query, and completed gradients of keys and values."""
         return ()
 
 
@@ -197,11 +197,11 @@ Own = tuple[Tensor, Tensor]  # a slice's own keys and values
 
 
 class Keys(enum.Enum):
-    """Which keys calls are made for."""
+    """Keys to which calls attend."""
 
     OWN = enum.auto()
     EARLIER = enum.auto()  # those of earlier slices
-    ALL = enum.auto()  # both, in as few calls as the kernel can
+    ALL = enum.auto()  # both, in as few calls as the kernel allows
 
 
 Rows = tuple[tuple[slice, ...], ...]  # some rows of each of the other ranks, in the order of their rows
@@ -209,21 +209,21 @@ Rows = tuple[tuple[slice, ...], ...]  # some rows of each of the other ranks, in
 
 @dataclass(frozen=True, slots=True)
 class Travels:
-    """Queries that see keys of other ranks; the others stay where they are."""
+    """Queries that see keys of other ranks and are sent there; all other queries are not sent."""
 
-    sent: Rows  # of this rank's rows, those that go to each of the others
-    received: tuple[int, ...]  # how many come from each of the others
-    is_any: bool = True  # whether there are any between any two of the ranks
+    sent: Rows  # this rank's rows that are sent to each of the others
+    received: tuple[int, ...]  # number of rows from each of the others
+    is_any: bool = True  # whether any two ranks exchange rows
 
 
 class Sharing(Protocol):
     """The ranks that share slices with this one (``features/context_parallel/runtime.py``).
 
-    ``[S, ...]`` are rows of the other ranks, in one order; calls are collectives, waited for by what they return.
+    ``[S, ...]`` are rows of the other ranks, in the order of ``others``.  Functions that collectives return wait.
     """
 
-    size: int  # how many ranks there are
-    rank: int  # which of them this one is
+    size: int  # number of ranks
+    rank: int  # this one's number among them
 
     def __hash__(self) -> int: ...
 
@@ -232,60 +232,60 @@ class Sharing(Protocol):
         """The other ranks, in the order of their rows."""
 
     def by_rank(self, own: int) -> Sequence[Blocks]:
-        """Tokens of a slice that each rank has, of which this one has so many."""
+        """Blocks of a slice's tokens on each rank, if this one has ``own`` tokens."""
 
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-        """Send each rank its tensor, and get one of each, of these shapes and one type."""
+        """Send every rank its tensor, and return the tensors from all, which have ``shapes`` and one type."""
 
     def seen(self, own: int) -> Sequence[tuple[slice, slice]]:
-        """Rows of the others' queries, and which of this rank's ``own`` keys of their slice these see."""
+        """Ranges of the others' query rows, each with the range of this rank's ``own`` keys that they see."""
 
     def gather(self, *tensors: Tensor, travels: Travels | None = None) -> Callable[[], tuple[Tensor, ...]]:
-        """Start to collect the others' rows ``[S, ...]`` of tensors ``[s, ...]``, all of them or those that travel."""
+        """Start to gather the others' rows ``[S, ...]`` of tensors ``[s, ...]``: all, or those of ``travels``."""
 
     def give_back(self, *tensors: Tensor, travels: Travels | None = None) -> Callable[[], Sequence[tuple[Tensor, ...]]]:
-        """Start to send each of the others its rows; what it returns gives this rank's rows, by sender."""
+        """Start to send each of the others its rows; the returned function gives this rank's rows, by sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceContext:
-    """Holds what the attention of a slice needs besides its tensors."""
+    """Inputs of a slice's attention besides its tensors."""
 
-    cache: KVCache  # holds the slices before this one; gets this one
+    cache: KVCache  # holds the slices before this one; this one is appended
     kernel: Kernel
     microbatch: int  # key in the cache
     index: int
     scale: float
     exchange: LayerExchange = NO_EXCHANGE  # what this layer exchanges with other devices
-    parallel: Sharing | None = None  # the ranks that share the slice, None for this one alone
-    reach: Reach = UNLIMITED  # documents and window that limit what queries see
-    rotation: Rotation | None = None  # what queries and keys are rotated by first; None if they are
+    parallel: Sharing | None = None  # the ranks that share the slice; None if this one has all of it
+    reach: Reach = UNLIMITED  # limits of attention: documents and window
+    rotation: Rotation | None = None  # rotation that queries and keys need first; None if they need none
 
 
 @dataclass(frozen=True, slots=True)
 class WholePlace:
-    """A slice whose queries see everything before them."""
+    """A slice whose queries see all tokens before them."""
 
     context: SliceContext
     tokens: int
-    given_tokens: int = 0  # those at the start of the sequence that other devices attend to
-    unread: ClassVar[int] = 0  # how many own tokens at the start no later slice reads
-    travels: ClassVar[Travels | None] = None  # the queries that see keys of other ranks; None where all do, or no one
+    given_tokens: int = 0  # number of tokens at the start of the sequence to which other devices attend
+    unread: ClassVar[int] = 0  # number of own tokens at the start that no later slice reads
+    travels: ClassVar[Travels | None] = None  # queries to send to other ranks; None: all if ranks share the slice
 
     def travelling(self) -> "WholePlace":
-        """The place where the others' rows are those that travel."""
+        """The place whose rows of other ranks are only the received ones of ``travels``."""
         return self
 
     def without(self, given: Given) -> "WholePlace":
-        """The place without keys that other devices attend to."""
+        """The place without the keys to which other devices attend."""
         return self if given == NOTHING else replace(self, given_tokens=given[1])
 
     def calls(self, keys: Keys, own: Own, batch: int, others: bool = False) -> Iterator[Call]:
-        """The calls for some of the keys.
+        """Yields the kernel calls for a set of keys.
 
         Args:
             own: The slice's own keys and values.
-            others: Whether the rows are those of the other ranks.
+            others: Whether the rows are the other ranks' instead of this rank's.
         """
         context = self.context
         cache, place = context.cache, (context.microbatch, context.index)
@@ -305,7 +305,7 @@ class WholePlace:
                 yield Call(Form.FULL, run.keys, run.values, run=run)
 
     def _is_joined(self) -> bool:
-        """Whether the kernel can attend to all keys at once, and they are there as they are."""
+        """Whether the kernel can attend to earlier and own keys in one call, and the cache holds expanded keys."""
         context = self.context
         before = context.cache.begin_of(context.microbatch, context.index)
         return (

@@ -1,13 +1,12 @@
-"""Recurrent layers over slices: what a slice leaves for the next one, and the gradient that comes back for it.
+"""Recurrent layers over slices: the state that a slice passes to the next one, and its gradient on the way back.
 
-A Mamba mixer or a gated delta net knows the tokens before a slice by two tensors: the last inputs of its convolution,
-and the state of its recurrence.  A forward pass takes both from the slice before and leaves its own; a backward pass,
-which comes to the slices in reverse, hands on the gradient of what the forward took.  With packed documents a slice
-is computed document by document, and every document begins without a state.  Everything else of the layers is
-Megatron's, kernels too.
-
-Context-parallel ranks have blocks from both ends of a slice, and a state goes through it in order.  So they send each
-other tokens: each gets all of them for some of the heads, and gives its results back.
+In a Mamba mixer or a gated delta net the tokens before a slice act through two tensors: the last inputs of the
+convolution, and the state of the recurrence.  A forward pass reads both from the slice before and stores its own.  The
+backward passes run over the slices in reverse; each stores the gradient of the state that its forward has read.  With
+packed documents a slice is computed document by document, and every document begins without a state.  The rest of the
+layers, including the kernels, is Megatron's.
+Context-parallel ranks have blocks from both ends of a slice, but the recurrence runs over its tokens in order.  So an
+all-to-all gives each rank all tokens for some of the heads, and another one returns the results.
 """
 
 import functools
@@ -28,11 +27,11 @@ from megatron_het.families import family_of_model
 from megatron_het.plan.placement import Blocks, part_tokens
 
 _RATES, _STEPS, _LEAST_STEP = (1, 16), (0.001, 0.1), 1e-4
-"""Where the rates and the steps of a Mamba layer begin, as Megatron has it."""
+"""Initial ranges of the rates and the steps of a Mamba layer, and the smallest step, as in Megatron."""
 
 
 class Left(NamedTuple):
-    """State that a slice leaves to the next one."""
+    """State that a slice passes to the next one."""
 
     inputs: Tensor  # the last inputs of the convolution, ``[b, tokens, channels]``
     state: Tensor  # of the recurrence
@@ -50,14 +49,14 @@ class StateCache:
     """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward."""
 
     def __init__(self) -> None:
-        # the ranks that share a slice, by the tokens of each; None where nobody does
+        # returns the ranks that share a slice, from the number of its tokens on each; None if no rank shares one
         self.sharing: Callable[[tuple[int, ...]], Sharing] | None = None
         self._left: dict[Key, Left] = {}
         self._gradients: dict[Key, Sequence[Tensor]] = {}
-        self._open: dict[tuple[int, int], int] = {}  # slices that are forward and not backward yet
+        self._open: dict[tuple[int, int], int] = {}  # number of slices whose backward has not run yet
 
     def before(self, key: Key) -> Left:
-        """Returns what the slice before one has left; raises CacheError if it has not run."""
+        """Returns the state of the slice before ``key``; raises CacheError if that slice has not run."""
         found = self._left.get(key._replace(part=key.part - 1))
         if found is None:
             raise CacheError(
@@ -67,23 +66,23 @@ class StateCache:
         return found
 
     def leave(self, key: Key, left: Left) -> None:
-        """Keep what a slice leaves; a forward that is run again for its backward has left it before."""
+        """Store the state after a slice; a recomputed forward stores nothing."""
         held = self._open.get(key[:2], 0)
         if key.part >= held:
             self._left[key] = left
             self._open[key[:2]] = key.part + 1
 
     def hand_back(self, key: Key, gradients: Sequence[Tensor]) -> None:
-        """Keep the gradients of what a slice took from the one before it, which is not needed any more."""
+        """Store the gradients of the state that a slice has read, and delete that state."""
         before = key._replace(part=key.part - 1)
         self._gradients[before] = gradients
         del self._left[before]
 
     def gradients(self, key: Key) -> Sequence[Tensor] | None:
-        """Returns the gradients of what a slice left, None for the last one; its backward begins.
+        """Begins a slice's backward: returns the gradients of the state after it, None for the last slice.
 
         Raises:
-            CacheError: A later slice comes first.
+            CacheError: The backward of a later slice has to run first.
         """
         if self._open.get(key[:2]) != key.part + 1:
             raise CacheError(
@@ -97,22 +96,22 @@ class StateCache:
         return self._gradients.pop(key, None)
 
     def drop(self, microbatch: int) -> None:
-        """Forget a microbatch, without a backward pass (evaluation)."""
+        """Delete a microbatch's states without a backward pass (evaluation)."""
         self._left = {key: left for key, left in self._left.items() if key.microbatch != microbatch}
         self._open = {key: count for key, count in self._open.items() if key[0] != microbatch}
 
     def check_empty(self) -> None:
-        """Raise if anything is left."""
+        """Raise if the cache is not empty."""
         if self._left or self._gradients or self._open:
             raise CacheError(f"states of slices left at the end of the step: {sorted(self._open)}")
 
     def tensors(self) -> list[Tensor]:
-        """All that is held."""
+        """All tensors of the cache."""
         return [tensor for held in (self._left, self._gradients) for pair in held.values() for tensor in pair]
 
 
 class _Take(torch.autograd.Function):
-    """Begin with what the slice before has left; ``anchor`` makes autograd come by, and gets no gradient."""
+    """Reads the state of the slice before; ``anchor`` only makes autograd run the backward, and gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, cache: StateCache, key: Key) -> tuple[Tensor, Tensor]:
@@ -127,12 +126,12 @@ class _Take(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Leave something for the next slice beside the output ``out``, through which autograd comes by."""
+    """Identity of the output ``out`` that stores the state for the next slice; its backward adds that gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, inputs: Tensor, state: Tensor, cache: StateCache, key: Key) -> Tensor:
         ctx.cache, ctx.key = cache, key
-        cache.leave(key, Left(inputs.detach().clone(), state.detach()))  # not a view of all tokens of the slice
+        cache.leave(key, Left(inputs.detach().clone(), state.detach()))  # a view would keep all tokens
         return out.view_as(out)
 
     @staticmethod
@@ -142,7 +141,7 @@ class _Leave(torch.autograd.Function):
 
 
 class Heads(NamedTuple):
-    """Heads of a recurrent layer, and those that several of them share (of keys, or groups), each ``[first, end)``."""
+    """Ranges ``[first, end)`` of a recurrent layer's heads, and of the key heads or groups that they share."""
 
     own: tuple[int, int]
     shared: tuple[int, int]
@@ -150,19 +149,19 @@ class Heads(NamedTuple):
 
 @functools.cache
 def divided_heads(shared: int, each: int, ranks: int) -> tuple[Heads, ...]:
-    """Returns the heads of every context-parallel rank, as equally many as can be.
+    """Returns the heads of every context-parallel rank, divided as evenly as possible.
 
     Args:
-        shared: How many there are that heads share.
-        each: Heads to each of them.
-        ranks: At most as many as heads.
+        shared: Number of key heads or groups that heads share.
+        each: Number of heads that share one of them.
+        ranks: Number of ranks, at most that of heads.
     """
     found = []
     if ranks <= shared:
         for a, b in _evenly(shared, ranks):
             found.append(Heads((a * each, b * each), (a, b)))
         return tuple(found)
-    for i, (a, b) in enumerate(_evenly(ranks, shared)):  # several ranks have the same one
+    for i, (a, b) in enumerate(_evenly(ranks, shared)):  # several ranks have the same shared head
         found += [Heads((i * each + c, i * each + d), (i, i + 1)) for c, d in _evenly(each, b - a)]
     return tuple(found)
 
@@ -172,14 +171,14 @@ def _evenly(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 class Section(NamedTuple):
-    """Channels that a layer has for each of its heads, or for each of what heads share."""
+    """Number of channels per head, or per shared key head or group, in a part of a tensor."""
 
     width: int
     is_shared: bool = False
 
 
 class _Swap(torch.autograd.Function):
-    """Send every context-parallel rank its tensor, and get one from each; gradients go back."""
+    """All-to-all of one tensor per context-parallel rank; the backward returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, sharing: Sharing, shapes: Any, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -192,20 +191,20 @@ class _Swap(torch.autograd.Function):
 
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
-"""Output ``[b, s, heads, size]`` and last state of one document: of inputs of the convolution with those before them in
-front, other tensors of its tokens, and the state before it; None for zeros."""
+"""Returns output ``[b, s, heads, size]`` and last state of one document.  It gets the inputs of the convolution after
+those of earlier tokens, the other tensors of its tokens, and the state before them; None for zeros."""
 
 
 class SlicePass:
     """A slice's pass through a recurrent layer.
 
-    Context-parallel ranks have parts of the tokens before and after it, and some of the heads of all tokens in it.
+    Outside of it each context-parallel rank has some of the tokens; inside it each has some heads of all tokens.
 
     Args:
-        params: That the layer was called with.
+        params: The layer's ``packed_seq_params``.
         history: How many earlier inputs the convolution sees.
-        shared: How many there are that heads of the layer share.
-        heads: Of the layer, on this TP rank.
+        shared: Number of key heads or groups of the layer on this TP rank.
+        heads: Number of heads of the layer on this TP rank.
     """
 
     def __init__(self, cache: StateCache, params: object, history: int, shared: int, heads: int) -> None:
@@ -221,7 +220,7 @@ class SlicePass:
         self._own = self._divided[0 if self._sharing is None else self._sharing.rank]
 
     def own(self, tensor: Tensor, sections: Sequence[Section], heads: Heads | None = None, dim: int = 0) -> Tensor:
-        """Returns what a tensor, of a parameter or of tokens, has of some heads; this rank's without ``heads``."""
+        """Returns the channels of some heads, of a parameter or an activation; by default of this rank's heads."""
         if len(self._divided) == 1:
             return tensor
         parts, at = [], 0
@@ -232,10 +231,10 @@ class SlicePass:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
     def gather(self, *tensors: tuple[Tensor, Sequence[Section]]) -> list[Tensor]:
-        """Returns all tokens of the slice with this rank's heads, ``[b, s, channels]``, of its tokens with all heads.
+        """Exchanges this rank's tokens with all heads for all tokens with its heads, ``[b, s, channels]``.
 
         Args:
-            *tensors: ``[s, b, channels]``, and what the channels are.
+            *tensors: ``[s, b, channels]``, and the sections of the channels.
         """
         if self._sharing is None:
             return [tensor.transpose(0, 1) for tensor, _ in tensors]
@@ -252,7 +251,7 @@ class SlicePass:
         return list(whole.transpose(0, 1).split(widths, dim=-1))
 
     def scatter(self, out: Tensor, tokens: int) -> Tensor:
-        """Returns this rank's tokens with all heads, ``[s, b, heads, size]``, of all tokens with its heads.
+        """Exchanges all tokens with this rank's heads for its tokens with all heads, ``[s, b, heads, size]``.
 
         Args:
             out: ``[b, s, heads, size]``.
@@ -266,12 +265,12 @@ class SlicePass:
         return torch.cat(_Swap.apply(self._sharing, shapes, *parts), dim=2)
 
     def _by_rank(self, own: int) -> Sequence[Blocks]:
-        """Returns the tokens of the slice on each context-parallel rank, of which this one has so many."""
+        """Returns the blocks of the slice's tokens on each context-parallel rank, if this one has ``own`` tokens."""
         assert self._sharing is not None
         return self._sharing.by_rank(own) if self._placed is None else self._placed.by_slice[self._key.part]
 
     def run(self, mixed: Tensor, others: Sequence[Tensor], kernel: Kernel) -> Tensor:
-        """Compute the slice document by document, from where the slice before has ended.
+        """Compute the slice document by document, beginning with the state of the slice before.
 
         Args:
             mixed: Inputs of the convolution, ``[b, s, channels]``.
@@ -316,7 +315,7 @@ def _delta_net(
     packed_seq_params: object = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A gated delta net of Megatron's over a slice of ``[s, b, h]``."""
+    """Forward of Megatron's gated delta net over a slice ``[s, b, h]``."""
     from megatron.core import tensor_parallel
 
     size, keys = layer.value_head_dim, layer.qk_dim_local_tp // layer.key_head_dim
@@ -390,7 +389,7 @@ def _mamba(
     packed_seq_params: object = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A Mamba mixer of Megatron's over a slice of ``[s, b, h]``."""
+    """Forward of Megatron's Mamba mixer over a slice ``[s, b, h]``."""
     size, states = mixer.headdim, mixer.d_state
     here = SlicePass(cache, packed_seq_params, mixer.d_conv - 1, mixer.ngroups_local_tp, mixer.nheads_local_tp)
     projected = mixer.in_proj(hidden_states)[0]
@@ -463,7 +462,7 @@ def _convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def carry_states(model: torch.nn.Module) -> None:
-    """Make the recurrent layers of a model chunk, not wrapped, begin where the slice before has ended."""
+    """Make the recurrent layers of a model chunk without wrappers begin with the state of the slice before."""
     chunk: Any = model
     for layer in family_of_model(chunk).recurrent_layers(chunk):
         layer.slice_states = StateCache()
@@ -472,7 +471,7 @@ def carry_states(model: torch.nn.Module) -> None:
 
 
 def draws_of(model: torch.nn.Module) -> Iterator[tuple[Tensor, Callable[..., object]]]:
-    """The parameters of a chunk's recurrent layers that Megatron draws by itself, with functions that draw alike."""
+    """Yields recurrent parameters of a chunk that Megatron draws without ``init_method``, and how to draw them."""
     chunk: Any = model
     for layer in family_of_model(chunk).recurrent_layers(chunk):
         if not layer.config.perform_initialization:
@@ -480,7 +479,7 @@ def draws_of(model: torch.nn.Module) -> Iterator[tuple[Tensor, Callable[..., obj
         is_mamba = not hasattr(layer, "gated_delta_rule")
         weight = layer.conv1d_weight if is_mamba else layer.conv1d.weight
         bias = layer.conv1d_bias if is_mamba else layer.conv1d.bias
-        bound = weight.shape[-1] ** -0.5  # of channels that see no others
+        bound = weight.shape[-1] ** -0.5  # PyTorch's default for a depthwise convolution
         own = layer.conv_init or bound
         yield weight, functools.partial(torch.nn.init.uniform_, a=-own, b=own)
         if bias is not None:
@@ -492,7 +491,7 @@ def draws_of(model: torch.nn.Module) -> Iterator[tuple[Tensor, Callable[..., obj
 
 
 def _draw_steps(biases: Tensor) -> None:
-    """Fill with what softplus turns into steps of a Mamba layer."""
+    """Fill biases so that their softplus gives the steps of a Mamba layer."""
     low, high = map(math.log, _STEPS)
     steps = biases.uniform_(low, high).exp_().clamp_(min=_LEAST_STEP)
     biases.copy_(steps + torch.log(-torch.expm1(-steps)))

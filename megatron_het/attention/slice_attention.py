@@ -3,11 +3,11 @@
 Forward: one call over all keys where the kernel aligns a causal mask bottom-right and they are one view; otherwise a
 causal call on the slice's own keys and a full call per run of earlier chunks, merged by online softmax.  Backward: the
 kernel's backward of the same calls, from the merged output and log-sum-exp, is exact.  The gradients of earlier chunks
-are added up in the cache; those of this slice are complete when its backward runs, because later slices went before.
+are summed in the cache; those of this slice are complete when its backward runs, because later slices ran first.
 
-With the context exchange (section 4.2) a part of the earlier chunks is attended to by other devices,
-and merged like the local parts; see ``places.LayerExchange``.  With context parallelism (section 5) a slice
-is shared by several ranks, whose queries all come here; see ``places.Sharing``.
+With the context exchange (section 4.2) other devices attend to a part of the earlier chunks;
+their results are merged like the local ones; see ``places.LayerExchange``.  With context parallelism (section 5)
+several ranks share a slice, and each attends to its own keys for the queries of all; see ``places.Sharing``.
 """
 
 import functools
@@ -38,37 +38,37 @@ from megatron_het.attention.places import (
 from megatron_het.plan.placement import Blocks, Placed
 from megatron_het.schedule.cutting import Span, rows_that_see
 
-# A slice whose queries reach the start of their document only, or no further than a sliding window.
+# A slice whose queries reach back to the start of their document only, or no further than a sliding window.
 #
-# The calls are one per block (``calls.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-right
-# needs one per document: over the slice's own keys and all before them that are reached, in one piece.
+# There is one call per block (``calls.py``) and run of cached chunks.  A kernel that aligns a causal mask bottom-right
+# needs one call per document, over the slice's own keys and all earlier ones that are reached, in one tensor.
 #
-# The cache holds those of a slice's keys and values that later slices read.  The others are saved as an activation is:
-# recomputation drops them, and the offload of activations moves them.
+# The cache holds the keys and values that later slices read.  The slice's others are saved like an activation:
+# recomputation drops them, and activation offload moves them.
 #
 # With context parallelism a rank attends to its own keys for the queries of all ranks that share the slice
 # (``features/context_parallel/runtime.py``), as far as they reach them.  With the context exchange other devices
-# attend to some of the earlier keys (``context_exchange/exchange.py``); they know what is reached as well.
+# attend to some of the earlier keys (``context_exchange/exchange.py``); the same limits apply there.
 
 _Spans = tuple[tuple[tuple[Span, ...], tuple[Span, ...]], tuple[tuple[Span, int], ...], int, Blocks, Span]
 
 
 @dataclass(frozen=True, slots=True)
 class LimitedPlace:
-    """A slice, the keys that are there for it, and what its queries reach."""
+    """A slice, the keys available to it, and the limits of its queries."""
 
     context: SliceContext
-    # tokens of the sequence, this rank's first, then the others' in the order of their rows
+    # queries as tokens of the sequence: this rank's, and the other ranks' in the order of their rows
     spans: tuple[tuple[Span, ...], tuple[Span, ...]]
-    held: tuple[tuple[Span, int], ...]  # tokens whose keys this rank has, each with the first token as the cache counts
-    first: int  # first own token of the slice, as the cache counts
-    unread: int  # how many own tokens at the start no later slice reads
-    travels: Travels | None = None  # the queries that see keys of other ranks; None where nobody shares the slice
-    received: tuple[Span, ...] = ()  # tokens of those of the others, in the order of their rows
+    held: tuple[tuple[Span, int], ...]  # tokens whose keys this rank has, each span with its first token in the cache
+    first: int  # first own token of the slice, as the cache numbers tokens
+    unread: int  # number of own tokens at the start that no later slice reads
+    travels: Travels | None = None  # the queries that see keys of other ranks; None if no other rank shares the slice
+    received: tuple[Span, ...] = ()  # tokens of the queries from other ranks, in the order of their rows
 
     @classmethod
     def of(cls, context: SliceContext, tokens: int) -> "LimitedPlace":
-        """The place of a slice with so many own tokens; it is cached already, or the next one to be."""
+        """The place of a slice with ``tokens`` own tokens, which is cached or is the next one to be cached."""
         cache, microbatch, index = context.cache, context.microbatch, context.index
         begins = (*cache.begins(microbatch)[:index], cache.begin_of(microbatch, index))
         spans, held, first, blocks, whole = _spans(begins, tokens, context.parallel, context.reach.placed)
@@ -109,7 +109,7 @@ class LimitedPlace:
             yield from self._per_block(own, batch, others, earlier=each is Keys.EARLIER)
 
     def _per_block(self, own: Own, batch: int, others: bool, earlier: bool) -> Iterator[Call]:
-        """One call per block, and per run of cached chunks in it; own keys before those of earlier slices."""
+        """Yields one call per block and run of cached chunks, for either the slice's own or the earlier keys."""
         row, context = 0, self.context
         spans = tuple(span for span, _ in self.held)
         for first, end in self.spans[others]:
@@ -127,7 +127,7 @@ class LimitedPlace:
             row += end - first
 
     def _per_document(self, own: Own, batch: int) -> list[Call] | None:
-        """One call per document; None where the kernel cannot, or the keys are not there as they are."""
+        """One call per document; None if the kernel cannot, ranks share the slice, or the cache holds latents."""
         context, found = self.context, []
         cache, kernel, window = context.cache, context.kernel, context.reach.window_tokens
         if (
@@ -145,7 +145,7 @@ class LimitedPlace:
                 held = slice(max(start, self.first) - self.first, hi - self.first)
                 k, v = (t[held, sequences] for t in own)
                 run = None
-                if start < self.first and not self.unread:  # all are held: mostly a view
+                if start < self.first and not self.unread:  # the cache holds all own tokens: mostly a view
                     whole, size = cache.in_order(context.microbatch, start, hi), hi - self.first
                     earlier = tuple(part for part in whole.parts if part[0] != context.index)
                     run = Run(whole.keys[:-size], whole.values[:-size], earlier)
@@ -162,7 +162,7 @@ class LimitedPlace:
         return found
 
     def _joined(self, blocks: Sequence[Any]) -> list[tuple[Span, Form, int, int]]:
-        """(queries, form, keys as the cache counts), in as few calls as neighbouring keys allow."""
+        """(queries, form, first and end key as the cache numbers tokens), with neighbouring full blocks joined."""
         found: list[tuple[Span, Form, int, int]] = []
         for block in blocks:
             first, last = block.keys
@@ -176,14 +176,14 @@ class LimitedPlace:
 
 
 def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: Placed | None = None) -> _Spans:
-    """Queries of a slice, keys that are there, and the first own token, for a :class:`LimitedPlace`.
+    """Computes the fields of a :class:`LimitedPlace` for the last of some slices.
 
     Args:
-        begins: First own token of every slice up to this one, as the cache counts.
-        placed: Who has which tokens of each slice, where documents say it.
+        begins: First own token of every slice up to this one, as the cache numbers tokens.
+        placed: Tokens of each slice on each context-parallel rank, if placed by documents.
 
     Returns:
-        The three; then own blocks of the slice, and its tokens in the sequence.
+        ``spans``, ``held`` and ``first``; then this rank's blocks of the slice, and the slice's span of the sequence.
     """
     held: list[tuple[Span, int]] = []
     own: Blocks = ()
@@ -205,7 +205,7 @@ def _spans(begins: Sequence[int], tokens: int, sharing: Sharing | None, placed: 
 
 
 def _by_rank(sharing: Sharing | None, placed: Placed | None, index: int, own: int) -> Sequence[Blocks]:
-    """Returns the tokens of a slice, of which this rank has so many, on each rank."""
+    """Returns the blocks of a slice's tokens on each rank, if this rank has ``own`` tokens."""
     if placed is not None:
         return placed.by_slice[index]
     return [((0, own),)] if sharing is None else sharing.by_rank(own)
@@ -213,13 +213,13 @@ def _by_rank(sharing: Sharing | None, placed: Placed | None, index: int, own: in
 
 @functools.lru_cache(maxsize=1024)
 def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharing) -> tuple[Travels, tuple[Span, ...]]:
-    """Queries of each rank that see keys of each other one, and the tokens of those that come here.
+    """The queries that ranks send to each other, and the tokens of those that this rank receives.
 
-    Every rank knows where documents begin, so both sides know what travels.  A document of which one rank has all
-    tokens does not.
+    A query is sent to the ranks whose keys it sees, never for a document that one rank has completely.  Every rank
+    has the starts of documents, so sender and receiver compute the same rows.
 
     Args:
-        begins: First own token of every slice up to this one, as the cache counts.
+        begins: First own token of every slice up to this one, as the cache numbers tokens.
     """
     held: list[list[Span]] = [[] for _ in range(sharing.size)]
     queries: list[list[Span]] = []
@@ -249,14 +249,14 @@ def _travels(reach: Reach, begins: tuple[int, ...], tokens: int, sharing: Sharin
     return travels, tuple(span for each in coming for _, span in each)
 
 
-# The softmax offset of a head, also called its sink: the score of a further key, whose value is zero.
+# The softmax offset of a head, also called its sink: the score of an additional key whose value is zero.
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Output, in a wide type, and log-sum-exp of attention with the sinks among the keys.
+    """Output, in at least fp32, and log-sum-exp of attention with the sinks among the keys.
 
     Args:
-        out: ``[s, b, heads, d]``, of all other keys.
+        out: ``[s, b, heads, d]``, of attention without the sinks.
         lse: ``[b, heads, s]``, likewise.
         sink: ``heads`` scores.
     """
@@ -267,7 +267,7 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Gradient of the sinks, from the output and log-sum-exp with them and the gradient of that output."""
+    """Gradient of the sinks, from ``out`` and ``lse`` with the sinks, and the gradient of ``out``."""
     wide = torch.promote_types(out.dtype, torch.float32)
     score = sink.detach().to(lse.dtype).view(1, -1, 1)
     share = torch.exp(score - lse).permute(2, 0, 1).to(wide)
@@ -275,7 +275,7 @@ def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
     return gradient.to(sink.dtype).view_as(sink)
 
 
-Place = WholePlace | LimitedPlace  # where a slice attends
+Place = WholePlace | LimitedPlace  # a slice with the keys that it attends to
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -288,14 +288,14 @@ class _SliceAttention(torch.autograd.Function):
             query, key = rotation.turn(query), rotation.turn(key)
         kind = LimitedPlace.of if context.reach.is_limited else WholePlace
         place: Place = kind(context, query.shape[0])
-        # A recomputed forward attends to everything itself: the slot of its helpers is over.
+        # A recomputed forward attends to all keys itself: its helpers took part in the first forward only.
         is_new = cache.append(context.microbatch, context.index, key, value, place.unread)
         rows = Attended(query)
         _attend(rows, cache.shown(key, value), place, context, context.exchange if is_new else NO_EXCHANGE)
         out, lse = rows.out, rows.lse
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
-        # Contiguous, so that the output projection keeps this very storage and not a copy.
+        # Contiguous, so that the output projection saves this storage and not a copy.
         out = in_type(out, query.dtype).contiguous()
         unread = [_alone(t[: place.unread]) for t in (key, value)] if place.unread else []
         ctx.save_for_backward(_alone(query), out, lse, *unread, *(() if sink is None else (sink,)))
@@ -329,10 +329,10 @@ def slice_attention(
 
     Args:
         query: ``[s, b, heads, d]`` of this slice.
-        key: ``[s, b, groups, d]`` of this slice; ``groups`` divides ``heads``.  What a :class:`LatentCache` holds has
-            another shape.
-        context: Everything else.
-        sink: Score of a further key of value zero, for each of ``heads``; None without.
+        key: ``[s, b, groups, d]`` of this slice; ``groups`` divides ``heads``.  The latents of a :class:`LatentCache`
+            have another shape.
+        context: All other inputs.
+        sink: Score of an additional key of value zero, for each of ``heads``; None without.
 
     Returns:
         ``[s, b, heads, d]``, contiguous.
@@ -345,7 +345,7 @@ def slice_attention(
 
 
 def _attend(rows: Attended, own: Own, place: Place, context: SliceContext, now: LayerExchange) -> None:
-    """The slice's queries attend to everything that they see."""
+    """Compute the attention of the slice's queries into ``rows``; ``own`` are the slice's keys and values."""
     if context.parallel is not None:
         _attend_shared(rows, own, place, context, now, context.parallel)
         return
@@ -364,9 +364,9 @@ def _attend(rows: Attended, own: Own, place: Place, context: SliceContext, now: 
 def _attend_shared(
     rows: Attended, own: Own, place: Place, context: SliceContext, now: LayerExchange, parallel: Sharing
 ) -> None:
-    """The queries of all ranks that share the slice attend to this rank's keys, and its own to everything."""
+    """Attend to this rank's keys for the queries of all ranks that share the slice, and collect its own results."""
     given, batch = (context.kernel, context.scale), rows.query.shape[1]
-    # Devices that help expect all queries.
+    # Helpers of the context exchange expect the queries of all ranks.
     travels = None if now.is_active else place.travels
     if travels is not None and not travels.is_any:
         rows.attend(place.calls(Keys.ALL, own, batch), *given)
@@ -384,7 +384,7 @@ def _attend_shared(
         others.merge(out[:before], lse[..., :before])
         rows.merge(out[before:], lse[..., before:])
     returning = parallel.give_back(others.out.to(theirs.dtype), others.lse, travels=travels)
-    # The rest of its own while those travel back.
+    # This rank's queries attend to its earlier keys while those results are sent.
     rows.attend(place.without(taken).calls(Keys.EARLIER, own, batch), *given)
     for i, (out, lse) in enumerate(returning()):
         if travels is None:
@@ -394,7 +394,7 @@ def _attend_shared(
 
 
 def _differentiate(sums: Sums, mine: Sequence[Tensor], own: Own, place: Place, context: SliceContext) -> None:
-    """Add up the gradients of a slice; in the order of the forward."""
+    """Add up the gradients of a slice, in the order of the forward's calls."""
     cache, exchange, batch = context.cache, context.exchange, mine[1].shape[1]
     given = context.kernel, context.scale, functools.partial(cache.add_gradient, context.microbatch)
     if context.parallel is not None:
@@ -453,5 +453,5 @@ def _differentiate_shared(
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A tensor without others in its memory: a view would keep the fused projection of queries, keys and values."""
+    """The tensor, cloned if it is a view: a view keeps the fused projection of queries, keys and values in memory."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
