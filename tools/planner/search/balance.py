@@ -198,15 +198,15 @@ def balance(
 
 
 def relieved(estimator: Estimator, candidate: Candidate, most_s: float = inf) -> Candidate:
-    """The candidate with the activations of as many layers kept as fit, where it would run all layers again.
+    """The candidate with as few recomputed layers as memory requires, if it recomputes all layers.
 
-    The memory of a replica grows by as much with each layer that is kept; where all are, none needs room to run again.
+    Each layer that keeps its activations adds the same memory; without any recomputed layer no workspace is needed.
 
     Args:
-        most_s: A plan that takes longer even if it keeps all is of no use.
+        most_s: The candidate is returned unchanged if it takes longer even without recomputation.
     """
     c, model = candidate, estimator.model
-    # Of layers that differ a share is no mean; what is offloaded is priced for layers that all run again.
+    # Not for layers of several kinds, whose shares differ, nor for offload, which is priced with all recomputed.
     has_no_share = c.sizes or c.offload or c.host_activations or model.kinds
     if c.recompute != "full" or "none" not in model.recompute or has_no_share:
         return candidate

@@ -1,4 +1,4 @@
-"""All candidates met so far: guessed quickly first, and what is worth it evaluated once."""
+"""All candidates so far: each is first sketched, and evaluated at most once if its sketch is promising."""
 
 from array import array
 from collections import defaultdict
@@ -22,15 +22,15 @@ from .pools import Limits, all_gpus
 
 Groups = tuple[tuple[Group, ...], ...]
 
-# A quick guess of an iteration time, which says what is worth evaluating: the coarse step before the closed form.
+# Sketches: quick estimates of an iteration time, which decide which candidates the closed form evaluates.
 #
-# Stages are known by a few figures each, which candidates share: the rate at which their replicas compute layers,
-# the layers that fit into memory, and what reducing the gradients of a layer takes.  A guess needs no more than
-# dividing the layers by these rates.
+# Each stage is described by a few figures, which candidates share: the rate at which its replicas compute layers,
+# the number of layers that fit into memory, and the time to reduce the gradients of a layer.  A sketch only
+# divides the layers by these rates.
 
 
-TOO_LARGE = 100.0  # factor of what does not fit into memory, by far above all that does
-BACKWARD = 2 / 3  # of a pass forward and back, the way back
+TOO_LARGE = 100.0  # factor on the value of candidates that do not fit into memory, far above all that fit
+BACKWARD = 2 / 3  # share of the backward in the time of a forward and a backward
 DOUBTFUL = 0.125  # stages that lack memory for no more than this share of the layers may fit after all
 
 
@@ -38,13 +38,13 @@ class _Stage(NamedTuple):
     """A stage's rates and costs for the sketch."""
 
     layer_s: float  # all microbatches through one layer, on the replica that takes longest
-    ends: float  # embedding and head, as so many layers
+    ends: float  # time of embedding and head, in layers
     pass_s: float  # forward and backward of one microbatch through a layer, on average
-    ends_size: float  # parameters of embedding and head, as so many layers
+    ends_size: float  # parameters of embedding and head, in layers
     rate: float  # layers per second
     width: int
     usd_per_s: float
-    # figures, without_tail: the first four as the compiled loops want them, and with a tail of no time
+    # figures, without_tail: the first four, packed for the compiled loops, the latter with a tail of 0 s
     figures: bytes
     without_tail: bytes
 
@@ -53,16 +53,16 @@ class _Known:
     """A stage at one point of the search space.
 
     Attributes:
-        stage: What it is taken for.
+        stage: Its rates and costs.
         rate: Layers per second.
-        rooms: What fits into memory.
+        rooms: Number of layers that fit into memory.
     """
 
     __slots__ = ("caps", "figures", "rate", "rooms", "stage", "width")
 
     def __init__(self, stage: _Stage, tail_s: float, rooms: Rooms) -> None:
         self.stage, self.rooms, self.rate, self.width = stage, rooms, stage.rate, stage.width
-        # those of the stage and ``tail_s`` as the compiled loops want them
+        # figures of the stage and ``tail_s``, packed for the compiled loops
         self.figures = stage.figures + _SECONDS.pack(tail_s)
         # most layers that fit, by the replicas of later stages, or by the numbers of stages
         self.caps: dict[int | tuple[int, int], int] = {}
@@ -75,7 +75,7 @@ _Priced = defaultdict[tuple[float, float], dict[tuple[Group, ...], _Stage | None
 
 
 class _Point:
-    """Everything of a candidate but its stages, and the stages that have been met there.
+    """The settings of a candidate other than its stages, with a cache of stages under these settings.
 
     Attributes:
         like: Without stages and slack.
@@ -86,28 +86,28 @@ class _Point:
     def __init__(self, like: Candidate, total: int, sketch: "Sketch") -> None:
         self.like, self.total, self.schedule = like.with_(stages=(), slack=0.0, depths=()), total, schedule_of(like)
         self.mismatch = self.schedule.mismatch(like)
-        # all that computing depends on, and what its stages compute, by the parts of embedding and head and by groups
+        # the settings on which compute depends; compute of stages, by the parts of embedding and head and by groups
         computing = like.micro_batch_size, like.recompute, like.slices, like.experts_over, like.cp
         self.computes = *computing, like.rows
         self.stages = sketch.stages.setdefault(computing, defaultdict(dict))
         # gradient reduction and update of a layer, which depend neither on the batch nor on recomputation
         exchanging = like.schedule, like.chunks, like.zero_stage, like.cp, like.experts_over
         self.tails = sketch.tails.setdefault(exchanging, {})
-        # stages of a plan that has no more passes than a plan may have
+        # most stages with which a plan stays below the limit on passes
         self.most_stages = most_chunks(total, like.slices) // like.chunks
         # by the parts of embedding and head that stages have, and by groups; False where they cannot run
         self.known: defaultdict[tuple[float, float], _Met] = defaultdict(dict)
 
 
 class _Guesses(NamedTuple):
-    """Holds what was found of the groups of all stages."""
+    """Sketches of one choice of stages."""
 
-    values: dict[_Point, float]  # guesses by point
-    leasts: dict[object, float]  # what they compute at least, by all that computing depends on
+    values: dict[_Point, float]  # sketched value by point
+    leasts: dict[object, float]  # least compute, by the settings on which compute depends
 
 
 class Sketch:
-    """Guesses of one search, in the goal's terms."""
+    """Cached sketches of one search, in the goal's unit (seconds or USD)."""
 
     def __init__(self, estimator: Estimator, goal: Goal) -> None:
         self.estimator, self.goal = estimator, goal
@@ -123,13 +123,13 @@ class Sketch:
         self._out_at = addressof(self._out)
 
     def value(self, groups: Groups, like: Candidate, most: float = inf, simulated: float = inf) -> float:
-        """About the seconds or USD of the best layers for these stages.
+        """Sketch of the value of these stages with their best layers.
 
         Args:
-            simulated: Value of a plan that has been simulated: stages that compute longer are of no use.
+            simulated: Value of a simulated plan: stages that compute longer are skipped.
 
         Returns:
-            Infinite when they cannot run, or certainly look worse than ``most``.
+            Infinite if they cannot run, or their sketch is certainly above ``most``.
         """
         wanted, last, point = self.estimator.model.num_layers, len(groups) - 1, self._point(like)
         if last >= wanted or point is None or last >= point.most_stages:
@@ -155,7 +155,7 @@ class Sketch:
         return value
 
     def _guesses_of(self, groups: Groups) -> _Guesses:
-        """Returns what was found of these stages; they are asked for under many schedules, one after the other."""
+        """Returns the sketches of these stages; the last ones are kept, because many schedules follow each other."""
         if groups is not self._asked[0]:
             found = self._guesses.get(groups) or self._guesses.setdefault(groups, _Guesses({}, {}))
             self._asked = groups, found
@@ -164,7 +164,7 @@ class Sketch:
     def _point(self, like: Candidate) -> _Point | None:
         """The candidate's point; None where the batch does not divide."""
         met = self._met.get(id(like))
-        if met is not None:  # it is kept, so that nothing else has its id
+        if met is not None:  # it is kept alive, so that no other object gets its id
             return met[1]
         c = like
         key = (
@@ -178,9 +178,9 @@ class Sketch:
         return self.points[key]
 
     def _stages(self, point: _Point, groups: Groups, like: Candidate, limit: float) -> tuple[list[_Known], float]:
-        """Returns what is known of the stages, and layers per second of all.
+        """Returns the figures of the stages, and the layers per second of all together.
 
-        These are 0 where a stage cannot run, or where all take longer than ``limit`` even if all layers fit.
+        The rate is 0 where a stage cannot run, or where all take longer than ``limit`` even if all layers fit.
         """
         count, ends = len(groups), ends_of(like.rows, len(groups))
         # Most stages have the same part of embedding and head: their whole row is looked up, then the others.
@@ -202,9 +202,9 @@ class Sketch:
         return found, sum([entry.rate for entry in found])
 
     def least(self, groups: Groups, like: Candidate) -> float:
-        """Seconds or USD that these stages compute at least, whatever fits; infinite when they cannot run.
+        """Least seconds or USD of the compute of these stages, without memory; infinite when they cannot run.
 
-        Memory is what takes long to find, and the schedule makes no difference to this.
+        It is quick, because memory takes long to find, and it is the same for all schedules.
         """
         point = self._point(like)
         return inf if point is None else self._least(point, groups)
@@ -231,7 +231,7 @@ class Sketch:
     def _seconds(
         self, groups: Groups, point: _Point, found: list[_Known], caps: list[int], most_s: float, simulated_s: float
     ) -> float:
-        """Infinite where the slowest stage alone takes longer than ``most_s``, or computes longer than another plan."""
+        """Sketched seconds; infinite if the slowest stage takes longer than ``most_s``, or computes ``simulated_s``."""
         like, schedule = point.like, point.schedule
         cut = like.chunks * like.slices
         busy_s, passes, tail = self._stages_s(b"".join([k.figures for k in found]), caps, BACKWARD / cut)
@@ -244,7 +244,7 @@ class Sketch:
         each = point.total * like.chunks
         link_s = max([way * each / (a if a < b else b) for way, a, b in zip(ways, widths, widths[1:])])
         loss = schedule.loss_of(point.mismatch, widths, max(map(len, groups)) > 1)
-        if like.rows and not (schedule.has_depths and min(widths) == max(widths)):  # these have depths to meet with
+        if like.rows and not (schedule.has_depths and min(widths) == max(widths)):  # equal widths use depths
             unit, layers = self.estimator.unit_of(like, groups[0][0]), self.estimator.model.num_layers / len(groups)
             assert unit is not None  # its stage has a load
             loss_s = schedule.vocabulary_loss_s(like, unit, len(groups), layers)
@@ -253,7 +253,7 @@ class Sketch:
         return max(busy_s * (1 + loss), link_s) + fill_s + tail
 
     def _stages_s(self, figures: bytes, caps: list[int], drain: float) -> tuple[float, float, float]:
-        """Returns what ``stages_s`` says, by the compiled loops where they are there."""
+        """Returns :func:`stages_s`, computed by the compiled loops if they are available."""
         count, wanted = len(caps), self.estimator.model.num_layers
         if self._compiled is not None:
             out = self._out
@@ -262,7 +262,7 @@ class Sketch:
         return stages_s(figures, caps, wanted, drain)
 
     def _meet(self, point: _Point, groups: tuple[Group, ...], ends: tuple[float, float]) -> _Known | None:
-        """A stage that has not been met at this point."""
+        """Compute and cache a stage that is new at this point."""
         like, stage = point.like, self._stage(point, groups, ends)
         if stage is None:
             return None
@@ -270,7 +270,7 @@ class Sketch:
         return None if rooms is None else _Known(stage, self._tail(point, groups), rooms)
 
     def _stage(self, point: _Point, groups: tuple[Group, ...], ends: tuple[float, float]) -> _Stage | None:
-        """Returns what a stage computes, which does not depend on the schedule; None where it cannot run."""
+        """Returns a stage's rates and costs, which do not depend on the schedule; None where it cannot run."""
         known = point.stages[ends]
         if groups not in known:
             known[groups] = self._cost(groups, point.like, point.total, *ends)
@@ -301,11 +301,11 @@ class Sketch:
 
 
 def stages_s(figures: bytes, caps: list[int], wanted: int, drain: float) -> tuple[float, float, float]:
-    """Returns what stages take with the layers that suit them best.
+    """Returns the times of stages with the layers that suit them best.
 
     Args:
-        figures: Of each stage, the first four of ``_Stage`` and the seconds that summing a layer's gradients takes.
-        drain: Of a pass forward and back, what earlier stages still compute when a stage ends.
+        figures: For each stage, the first four fields of ``_Stage`` and the seconds to reduce a layer's gradients.
+        drain: Share of a forward and a backward that earlier stages still compute when a stage ends.
 
     Returns:
         Seconds of the slowest stage, of one microbatch through all the others, and of what follows the last backward.
@@ -339,10 +339,10 @@ def _caps(found: list[_Known], by_stages: bool) -> list[int]:
 
 
 def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int) -> list[int]:
-    """Layers of each stage so that the slowest ends as early as possible: the integer optimum, by rising levels.
+    """Layers of each stage so that the slowest ends as early as possible (integer optimum, by rising levels).
 
     Args:
-        ends: What comes on top, in layers.
+        ends: Time of embedding and head of each stage, in layers.
         wanted: Layers in all, at most the sum of ``caps``.
     """
     all_ends = rate = 0.0
@@ -374,10 +374,10 @@ def divide(seconds: list[float], ends: list[float], caps: list[int], wanted: int
     return layers
 
 
-WAITING = 0.5  # of an iteration: plans that wait for so long get more microbatches in flight
+WAITING = 0.5  # share of an iteration: plans that wait longer get more microbatches in flight
 LESS = (0.5, 0.0)  # slack to try, in this order, where the full slack does not fit
 RELIEVED, NEARBY = 1.25, 1.03
-"""Plans within the first factor of the best may keep layers; of use are those that get within the second by it."""
+"""Factors of the best value: up to the first, recomputation of a plan is reduced; up to the second, that is useful."""
 NEARLY = 1.6 * PENALTY
 """Scores above this multiple of the best are hopeless: too slow, or more than about half too large for memory."""
 
@@ -400,20 +400,19 @@ def in_regions(estimator: Estimator, goal: Goal, groups: Groups) -> bool:
 
 
 class CandidateCache:
-    """Memo of scores; remembers the best candidates that hold all constraints.
+    """Cache of scores, which also keeps the best candidates that satisfy all constraints.
 
-    What is looked at of a schedule depends on 1F1B and on that schedule: more schedules to choose from do not change
-    what is found of one of them.
+    The candidates tried under a schedule depend only on 1F1B and on that schedule: more schedules to choose from do
+    not change the plans found under one of them.
 
-    ``by_stages`` and ``alike`` hold the best of each number of stages, the latter with equal numbers of
-    replicas (interleaved schedules need them), whatever their schedule.  ``steps`` says where local search goes
-    from a candidate (looking at all neighbours, or in haste), None where it ends; ``even`` has the starting points
-    with equal numbers of replicas.
+    ``by_stages`` and ``alike`` hold the best of each number of stages under any schedule, the latter with equal numbers
+    of replicas (interleaved schedules need them).  ``steps`` has the next step of local search from a candidate (by all
+    neighbours, or in haste), None where it ends; ``even`` has the starting points with equal numbers of replicas.
 
     Args:
-        known: Another memo of the same estimator and goal, whose sketches and layers are used too.
-        bound: Value of a plan that is known already: what looks much worse is of no use.
-        simulated: The same of a plan that has been simulated: what computes longer is of no use.
+        known: Another cache of the same estimator and goal, whose sketches and layers are shared.
+        bound: Value of a known plan: candidates whose sketch is much worse are skipped.
+        simulated: Value of a simulated plan: candidates that compute longer are skipped.
     """
 
     KEEP = 1000
@@ -477,7 +476,7 @@ class CandidateCache:
         return found
 
     def try_deeper(self, score: float, candidate: Candidate | None) -> tuple[float, Candidate | None]:
-        """A usable candidate with as many microbatches in flight as hide its transfers, if that is better."""
+        """The candidate with as many microbatches in flight as hide its transfers, if it is usable and that helps."""
         if candidate not in self.good or not schedule_of(candidate).has_depths or len(candidate.stages) == 1:
             return score, candidate
         if self.good[candidate][1].fill_s >= WAITING * self.good[candidate][1].iteration_s:
@@ -487,7 +486,7 @@ class CandidateCache:
         return score, candidate
 
     def try_relieved(self, score: float, candidate: Candidate | None) -> tuple[float, Candidate | None]:
-        """A usable candidate that keeps what its memory holds, its layers balanced anew for that, if that is better."""
+        """The candidate with less recomputation and its layers balanced anew, if it is usable and that helps."""
         if candidate not in self.good or candidate.recompute != "full":
             return score, candidate
         best, current = (score, candidate), candidate
@@ -513,10 +512,10 @@ class CandidateCache:
     def try_slack(
         self, candidate: Candidate, with_slack: Callable[[float], Candidate | None] | None = None
     ) -> tuple[float, Candidate]:
-        """With slack in flight where that fits, without it where only that fits.
+        """Evaluate the candidate with the largest slack that fits (full, half or none).
 
         Args:
-            with_slack: Makes the candidate with other slack; by default nothing else is changed.
+            with_slack: Makes the candidate with another slack; by default only the slack changes.
         """
         found = (self.try_candidate(candidate), candidate)
         for slack in LESS if self._needs_less(candidate, found[0]) else ():
@@ -569,7 +568,7 @@ class CandidateCache:
         return schedule_of(candidate).runs(self.estimator, candidate)
 
     def finalists(self, count: int) -> list[tuple[Candidate, Estimate]]:
-        """The best candidates, up to ``count`` of every schedule with and without an order, or a split vocabulary."""
+        """The best candidates, up to ``count`` of every schedule with or without orders and split vocabularies."""
         taken: dict[tuple[str, bool, bool], int] = {}
         out = []
         for candidate, estimate in self.top(len(self.good)):
@@ -580,11 +579,11 @@ class CandidateCache:
         return out
 
     def top(self, count: int, schedule: str = "", is_split: bool | None = None) -> list[tuple[Candidate, Estimate]]:
-        """The best candidates that hold all constraints; equal values go to fewer GPUs.
+        """The best candidates that satisfy all constraints; of equal values the one with fewer GPUs comes first.
 
         Args:
-            schedule: Only those with this one.
-            is_split: Only those with a split vocabulary, or with a whole one; None: all.
+            schedule: Only candidates with this schedule; empty for all.
+            is_split: Only candidates with a split vocabulary, or only with a whole one; None for all.
         """
         items = [item for item in self.good.items() if schedule in ("", item[0].schedule)]
         items = [item for item in items if is_split in (None, bool(item[0].rows))]

@@ -1,4 +1,4 @@
-"""The end of every search: finalists are put into real zones, simulated event by event, and ordered by that."""
+"""The end of every search: finalists are put into real zones, simulated event by event, and ordered by time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from .moves import deeper, least_s, neighbours
 from .outcome import Effort, Found, Goal, Progress, SearchResult
 from .pools import all_gpus
 
-# Small changes of the best plans, judged by the simulator: it tells apart what the closed form takes for equal.
+# Small changes of the best plans, judged by the simulator, which also separates plans with equal closed forms.
 
 
-LEAST_TRIES = 4  # plans of which not even so many changes could be simulated are left as they are
-NEARLY_AS_GOOD = 1.03  # changes that the closed form takes for worse by more than this factor are not simulated
-MOST_REGROUPED = 64  # of plans with replicas in other places, so many that look best are priced
+LEAST_TRIES = 4  # a plan is not refined unless at least this many changes can be simulated
+NEARLY_AS_GOOD = 1.03  # changes whose closed form is worse by more than this factor are not simulated
+MOST_REGROUPED = 64  # plans with moved replicas whose closed form is computed, the best by their sketch
 
 Simulate = Callable[[Candidate, Estimate, float], Found | None]  # simulates a candidate, given the best value so far
 
@@ -64,13 +64,13 @@ def refine(
             if tried is not None and tried.value(goal) < current.value(goal) * (1 - 1e-6):
                 current, improved = tried, True
                 break
-    current = known.get(current.candidate, current)  # from where another refinement has gone on
+    current = known.get(current.candidate, current)  # continue where another refinement has arrived
     known.update(dict.fromkeys(way, current))
     return current
 
 
 def sketch_of(estimator: Estimator, goal: Goal) -> Sketch:
-    """Returns the sketch that all refinements of an estimator share."""
+    """Returns the :class:`Sketch` that all refinements of an estimator share."""
     if goal.objective not in estimator.known_sketches:
         estimator.known_sketches[goal.objective] = Sketch(estimator, goal)
     return estimator.known_sketches[goal.objective]
@@ -79,7 +79,7 @@ def sketch_of(estimator: Estimator, goal: Goal) -> Sketch:
 def _hopeful(
     estimator: Estimator, goal: Goal, current: Found, seen: set[Candidate], sketch: Sketch | None
 ) -> list[tuple[Candidate, Estimate]]:
-    """Changes that have not been seen and do not look much worse, the best first."""
+    """New changes whose closed form is not much worse, the best first."""
     found: list[tuple[float, int, Candidate, Estimate]] = []
     most = NEARLY_AS_GOOD * goal.value(current.estimate)
     changes = _changes(current.candidate, _may_compute(estimator, goal, current, most))
@@ -95,7 +95,7 @@ def _hopeful(
 
 
 def _regrouped(estimator: Estimator, goal: Goal, current: Found, sketch: Sketch) -> Iterator[Candidate]:
-    """Replicas moved between stages, added and left out, with the layers that balance them: what looks best."""
+    """Candidates with replicas moved, added and removed, and layers balanced anew: the best by their sketches."""
     limits, like = all_gpus(estimator), current.candidate.keeping()
     most = NEARLY_AS_GOOD * sketch.value(tuple(stage.groups for stage in like.stages), like)
     looked_at = []
@@ -115,13 +115,13 @@ MayCompute = Callable[[int, int, tuple[Group, ...]], bool]
 
 
 def _may_compute(estimator: Estimator, goal: Goal, current: Found, most: float) -> MayCompute:
-    """Returns what is asked before the closed form: all microbatches compute on the stage, one after the other.
+    """Returns a quick test before the closed form: whether a stage computes all microbatches within ``most``.
 
-    The plan has the GPUs of ``current``, so that its price goes with its time.
+    The plan has the GPUs of ``current``, so that its price is proportional to its time.
     """
     c, estimate = current.candidate, current.estimate
     usd = estimate.gpu_usd_per_iteration if goal.objective == "cost" else estimate.iteration_s
-    # Layers that differ have no time of their own.
+    # Layers of several kinds have no common time.
     limit_s = inf if estimator.model.kinds or c.sizes or not usd else most / usd * estimate.iteration_s
     each_s = limit_s * (1 + 1e-9) * c.micro_batch_size / estimator.model.global_batch_size
     ends = [tuple(map(float, c.ends_of(s))) for s in range(len(c.stages))]
@@ -135,7 +135,7 @@ def _may_compute(estimator: Estimator, goal: Goal, current: Found, most: float) 
 
 
 def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidate]:
-    """Two stages in each other's place; a layer from one stage to another; where no stage computes too long then."""
+    """Candidates with two stages swapped or one layer moved, in which no stage computes too long."""
     stages = candidate.stages
     for i, j in combinations(range(len(stages)), 2):
         if stages[i] != stages[j] and may_compute(i, *stages[j]) and may_compute(j, *stages[i]):
@@ -150,26 +150,26 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
 
 Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
 """Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
-COMPILED = 8  # so many operations of 1F1B, whose loops are compiled, take the time of one of other schedules
-BUILT = 4  # one of a program that is built counts as so many: it takes longer, but differs by more
+COMPILED = 8  # operations of 1F1B, whose loops are compiled, that take the time of one of another schedule
+BUILT = 4  # weight of an operation of a program that is built: it takes longer, but its simulation tells more
 ALIKE = 0.001  # finalists within this share count as equal; the one whose kinds of GPU alternate least comes first
 MOST_OPERATIONS = 200_000
 """Larger plans are judged by the closed form alone: simulating one would take longer than the search."""
-MOST_CONFIRMED = 150_000  # of plans with more operations the time of one of their equal pipelines stands
+MOST_CONFIRMED = 150_000  # plans with more operations keep the simulated time of one of their equal pipelines
 HOPEFUL_SHARE = 0.85  # a schedule's first finalists are simulated if this share of their closed form is below the best
-UNKNOWN = 0.97  # simulation over closed form that may be hoped for in a class that nothing is known of
-MET = 4  # simulations of a schedule after which a new class is taken to be no better than the best of the others
+UNKNOWN = 0.97  # assumed ratio of simulation to closed form in a class without simulations
+MET = 4  # simulations of a schedule after which a new class is assumed to be no better than the best known class
 UNEVEN = 1.1
-"""The same of large plans, not of 1F1B, whose stages divide microbatches differently: closed forms are too hopeful."""
+"""``UNKNOWN`` for large plans whose stages divide microbatches differently, not under 1F1B."""
 ORDER_WINDOW = 0.03  # other orders are tried for plans within this share of the best (they gain less)
 SMALL_OPERATIONS = 5_000
-"""Compute operations of plans that are simulated on the off chance, and that are all tried with more in flight, if
-they may become the best by it."""
+"""Plans of at most this many compute operations are simulated even if they are unlikely to be the best, and are all
+tried with more microbatches in flight if that may make them the best."""
 REFINED, MOST_REFINED = 1.06, 6
-"""Small changes are made to the best plan, and to so many 1F1B plans within this factor of it, which gain most."""
-MOST_REFINED_OF_FEW = 3  # as many plans of every other schedule, on small clusters; elsewhere only the best one
-MOST_FREED = 4  # plans of a schedule whose layers are balanced without memory, some of which then run again
-DEEPENED = 2  # plans of schedules with depths for which these are chosen, however large the plans are
+"""Plans within this factor of the best are refined by small changes; at most so many 1F1B plans."""
+MOST_REFINED_OF_FEW = 3  # refined plans of every other schedule on small clusters; elsewhere only the best one
+MOST_FREED = 4  # plans of a schedule whose layers are balanced without the memory limit, some of them recomputed
+DEEPENED = 2  # plans of a schedule with depths whose depths are chosen, however large the plans are
 
 
 def finish(
@@ -183,14 +183,14 @@ def finish(
 ) -> None:
     """Simulate the finalists of every schedule, and order them.
 
-    One schedule comes after the other, with whole vocabularies and with split ones, and is judged by what its own
-    simulations have shown.  A finalist is left out if it certainly takes longer than a plan of an earlier schedule, or
-    can hardly come near it; nothing else of those plans is used.  So what is found of a schedule hardly depends on
-    what else may be chosen.
+    Schedules come one after the other, each with whole and with split vocabularies, and are judged by their own
+    simulations.  A finalist is skipped if it certainly takes longer than a plan of an earlier schedule, or
+    can hardly come near it; earlier plans have no other influence.  So the result of a schedule hardly depends on
+    the other schedules.
 
     Args:
         place: Puts a candidate into the real zones.
-        bound: Value of a plan that is known already: finalists that can hardly be better are left out.
+        bound: Value of a known plan: finalists that can hardly be better are skipped.
     """
     each = effort.exact_operations if outcome.exact else effort.simulated_operations
     most = MOST_REFINED_OF_FEW if sum(memo.limits) <= effort.small_gpus else 1
@@ -212,7 +212,7 @@ def finish(
                 memo.progress.kept += better
     except KeyboardInterrupt:
         outcome.interrupted = True
-        for candidate, estimate in memo.finalists(1) if not found else ():  # rather by its closed form than none
+        for candidate, estimate in memo.finalists(1) if not found else ():  # better one by its closed form than none
             placed = _placed(estimator, goal, place(candidate), candidate, estimate)
             memo.progress.kept += [] if placed is None else [Found(*placed)]
         found = found or memo.progress.kept[:]
@@ -236,7 +236,7 @@ def of_method(
     """The outcome of a published method; Ctrl-C ends it with the best so far.
 
     Args:
-        look: Fills the memo.
+        look: Fills the cache.
     """
     started, outcome = time.process_time(), SearchResult(name)
     try:
@@ -259,21 +259,21 @@ def _finalists(
     bound: float,
     known: float,
 ) -> Iterator[Found]:
-    """The finalists of one schedule, simulated as long as they look as good as the best.
+    """The finalists of one schedule, simulated as long as they are expected to be as good as the best.
 
-    The closed form is more hopeful for stages that mix GPUs or differ in width.  So finalists fall into classes with
-    the same kinds of GPUs in every stage and widths that divide each other or not.  The first finalists are simulated
-    whatever the others promise.  After that a finalist is judged by its closed form times the lowest ratio of
-    simulation to closed form that its class has shown.
+    The closed form is more optimistic for stages that mix GPUs or differ in width.  So finalists are grouped into
+    classes with the same kinds of GPUs in every stage and widths that divide each other or not.  The first finalists
+    are always simulated.  After that a finalist is expected to take its closed form times the lowest ratio of
+    simulation to closed form in its class.
 
     Args:
         bound: See :func:`finish`.
-        known: The same, or the value of a finalist of another schedule.
+        known: ``bound``, or the value of the best finalist of another schedule if that is lower.
     """
     goal, is_small = memo.goal, outcome.exact or sum(memo.limits) <= effort.small_gpus
     margin = effort.exact_promising if is_small else effort.promising
     left = effort.exact_operations if is_small else effort.simulated_operations
-    most = 2 * left  # operations of the first one, which is simulated whatever has been spent
+    most = 2 * left  # limit for the first one, which is simulated whatever has been spent
     ratios, best = _Ratios(effort.first), bound
     while queues and not (best < inf and memo.progress.spent):
         hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
@@ -283,7 +283,7 @@ def _finalists(
         candidate, estimate, operations = queues[name].pop(0)
         if not queues[name]:
             del queues[name]
-        # What looks worse than plans of other schedules that are refined is no start for a refinement either.
+        # A finalist that is worse than the refined plans of other schedules is not worth refining either.
         if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > min(best, REFINED * known):
             queues.pop(name, None)
             continue
@@ -307,7 +307,7 @@ def _finalists(
 
 
 def _taken(candidate: Candidate, operations: int, tries: int) -> int:
-    """Operations that the simulations of a finalist have taken, in as many orders as there are and were allowed."""
+    """Operations of all simulations of a finalist: one per order, at most ``tries``."""
     times = min(tries, len(ORDERS) if is_ordered(candidate) else 1)
     # Programs of ministages are built, too; their refinements (``work_of``) count plain operations all the same.
     if is_built(candidate) or schedule_of(candidate).shards_parameters:
@@ -325,11 +325,11 @@ def _improved(
     known: float,
     most: int,
 ) -> list[Found]:
-    """Better plans than those of one schedule: more in flight across slow links, and small changes of the best.
+    """Improved plans of one schedule: more microbatches in flight across slow links, and small changes of the best.
 
     Args:
-        found: The plans; they are ordered.
-        most: Plans that are changed of other schedules than 1F1B.
+        found: The plans of the schedule; they are sorted in place.
+        most: Number of plans to refine under other schedules than 1F1B.
     """
     found.sort(key=lambda f: f.value(goal))
     best, better = min(known, found[0].value(goal)), list[Found]()
@@ -373,10 +373,10 @@ def _improved(
 
 
 def freed(estimator: Estimator, goal: Goal, found: Found, simulate: Simulate, best: float) -> Iterator[Found]:
-    """Plans whose stages have more layers than memory holds, of which a few run again, balanced for that and deepened.
+    """Plans balanced without the memory limit, in which stages that lack memory recompute a few layers.
 
     Args:
-        found: A plan that runs no layer again.
+        found: A plan without recomputation.
     """
     candidate, groups = found.candidate, tuple([s.groups for s in found.candidate.stages])
     free = balance(estimator, groups, candidate, fits=False) if candidate.recompute == "none" else None
@@ -398,10 +398,10 @@ def freed(estimator: Estimator, goal: Goal, found: Found, simulate: Simulate, be
 
 
 class _Ratios:
-    """Holds what simulations of a schedule have shown of the closed form, by class.
+    """Lowest ratios of simulation to closed form of a schedule, by class.
 
     Args:
-        first: So many finalists are judged as if their closed form said much too much.
+        first: Number of first finalists that are judged by ``HOPEFUL_SHARE`` instead of a ratio.
     """
 
     def __init__(self, first: int) -> None:
@@ -410,10 +410,10 @@ class _Ratios:
         self.lowest: dict[Class, float] = {}
 
     def of(self, name: Class, operations: int) -> float:
-        """Simulation over closed form that may be hoped for.
+        """The ratio of simulation to closed form to expect at best.
 
         Args:
-            operations: Of the finalist; large ones are not simulated on the off chance.
+            operations: Size of the finalist; large ones get no optimistic ratio.
         """
         schedule = SCHEDULES[name[0]]
         if operations > SMALL_OPERATIONS and not (name[1] or schedule.has_slack or schedule.shards_parameters):
@@ -424,7 +424,7 @@ class _Ratios:
         return self.lowest.get(name, UNKNOWN * max(1.0, others))
 
     def add(self, name: Class, ratio: float) -> None:
-        """One more simulation."""
+        """Record the ratio of one simulation."""
         self.met += 1
         self.lowest[name] = min(self.lowest.get(name, inf), ratio)
 
@@ -465,12 +465,12 @@ def _placed(
 def _simulated(
     estimator: Estimator, goal: Goal, candidate: Candidate, estimate: Estimate, best: float, tries: int
 ) -> Found | None:
-    """Simulated in its own order, and in the other ones where that may matter; None when it cannot run.
+    """The candidate simulated in its own order, and in other orders where these may help; None when it cannot run.
 
-    Replicas of a single stage wait for nobody: the closed form is exact, and only the plan is checked.
+    Replicas of a single stage do not wait for each other: the closed form is exact, and only the plan is checked.
 
     Args:
-        tries: Orders to simulate at most.
+        tries: Most orders to simulate.
     """
     if waits_for_nobody(candidate):
         try:
@@ -486,7 +486,7 @@ def _simulated(
             entry = Found(tried, estimate, block_s(estimator, tried, estimate))
         except PlannerError:
             continue
-        if tried.blocks == 1 and not is_ordered(tried):  # this is the whole plan, to the last operation
+        if tried.blocks == 1 and not is_ordered(tried):  # the simulated program is the whole plan
             entry = replace(entry, confirmed=True)
         if found is None or entry.iteration_s < found.iteration_s * (1 - 1e-6):
             found = entry
@@ -496,20 +496,20 @@ def _simulated(
 
 
 def is_within(goal: Goal, found: Found) -> bool:
-    """Constraints with the simulated time."""
+    """Whether a plan meets the constraints with its simulated time."""
     if goal.max_usd_per_iteration is not None and found.usd_per_iteration > goal.max_usd_per_iteration:
         return False
     return goal.min_iterations_per_s is None or found.iteration_s * goal.min_iterations_per_s <= 1
 
 
 def confirm(estimator: Estimator, goal: Goal, found: list[Found], bound: float = inf) -> list[Found]:
-    """The finalists in order, the best of them with the time of the whole plan as it will be written.
+    """The finalists in order, the best of them simulated as the whole plan that will be written.
 
-    Finalists are simulated as one of their equal pipelines.  The others may be slower: their ranks sit
-    elsewhere, or they have one microbatch more.
+    Finalists are first simulated as one of their equal pipelines.  The other pipelines may be slower: their ranks are
+    on other nodes, or they have one microbatch more.
 
     Args:
-        bound: Value of a plan that is known already: nothing is confirmed that is no better.
+        bound: Value of a known plan: only better finalists are confirmed.
     """
     waiting = sorted(found, key=lambda f: (f.value(goal), f.candidate.world_size))
     done: list[Found] = []
@@ -524,7 +524,7 @@ def confirm(estimator: Estimator, goal: Goal, found: list[Found], bound: float =
 
 
 def whole(estimator: Estimator, found: Found) -> Found | None:
-    """Returns what was found with the simulated time of the whole plan."""
+    """Returns the plan with the simulated time of its whole program; None when it cannot run."""
     if found.confirmed:
         return found
     c = found.candidate
