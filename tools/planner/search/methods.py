@@ -21,20 +21,20 @@ from .overlap import prefer_plain, prefer_steady
 from .pools import all_gpus
 from .seeds import sizes_over_replicas
 
-# What a plan may have besides stages, layers and batches, tried on the plans that a search has found.
+# Choices: settings of a plan besides stages, layers and batches, tried on the plans that a search has found.
 #
 # Expert parallelism, context parallelism, the number of slices and chunks, a split vocabulary, the context exchange,
-# recomputation and activations in main memory: each is a change of a finalist, which is kept where the simulator says
-# that it pays.  Changes build on each other.  Where nothing fits, those come first that need less memory.
+# recomputation and activations in main memory: each is a change of a finalist, which is kept if it shortens the
+# simulated iteration.  Changes build on each other.  Where nothing fits, changes that save memory come first.
 
 
 # Starting points for long sequences: regular pipelines of slices, as SlimPipe's authors train (section 6.5).
 
 
-LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of activations in main memory, in the order in which they are tried
+LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of activations in main memory, in the order of the trials
 LONG_SIZES = (1, 2, 4, 8, 16)
-MOST_SHARING = 64  # GPUs of a replica
-FINENESS = (4, 60)  # of parts by speed: those of few units fit where memory is short, and their slices are alike
+MOST_SHARING = 64  # most GPUs of a replica
+FINENESS = (4, 60)  # units of parts by speed; parts of few units fit where memory is short, and have equal slices
 _SLICES_PER_STAGE = 4
 _LEAST_TOKENS = 1024
 _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
@@ -45,10 +45,10 @@ Way = Callable[[Estimator, Goal], Iterator[Candidate]]
 
 
 def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidate], most: float = inf) -> Regular:
-    """The best by the closed form that fit, one of each size of a stage, and the best on each choice of kinds of GPUs.
+    """The best candidates by the closed form that fit: one per size of a stage, and the best on each choice of kinds.
 
     Args:
-        most: What looks worse is of no use.
+        most: Candidates with a larger value are skipped.
     """
     sketch, sequences = sketch_of(estimator, goal), estimator.model.global_batch_size
     hopes: list[tuple[float, int, Candidate]] = []
@@ -73,8 +73,8 @@ def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidat
 def with_experts(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
     """Regular plans with experts over replicas, with whole and with split vocabularies.
 
-    Memory is short in most of them, because an expert's state is divided over few ranks.  So the vocabulary is split
-    too, and activations wait in main memory, as few as fits.
+    Memory is short in most of them, because an expert's state is divided over few ranks.  So split vocabularies are
+    tried, and as few activations in main memory as fits.
     """
     model, ways = estimator.model, [(s.name, 2 if s.name == "interleaved" else 1) for s in goal.allowed]
     ways = [way for way in ways if way[0] in ("1f1b", "interleaved")]
@@ -98,7 +98,7 @@ def in_slices(estimator: Estimator, goal: Goal, mixed: bool = False) -> Iterator
 
 
 def _in_slices(estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: int, each: int) -> Iterator[Candidate]:
-    """Pipelines with so many slices for each stage, or a few more."""
+    """Pipelines with ``each`` slices per stage, or a few more."""
     model, sliced = estimator.model, [schedule.name for schedule in goal.allowed if schedule.cuts_sequences]
     wanted = each * len(stages)
     slices = next((n for n in range(wanted, 4 * wanted) if model.seq_length % n == 0), 0)
@@ -108,9 +108,9 @@ def _in_slices(estimator: Estimator, goal: Goal, stages: tuple[Stage, ...], cp: 
 
 
 def of_kinds_together(estimator: Estimator, goal: Goal) -> Iterator[Candidate]:
-    """Regular plans whose replicas have context-parallel ranks on several kinds of GPU, with parts by their speed.
+    """Regular plans whose replicas have context-parallel ranks on several kinds of GPU, with parts by speed.
 
-    They have all GPUs of two kinds, or of all kinds, and one stage, or several in slices.
+    They use all GPUs of two kinds, or of all kinds, and have one stage, or several stages with slices.
     """
     model = estimator.model
     for group, replicas in _of_several_kinds(estimator):
@@ -148,9 +148,9 @@ def _of_several_kinds(estimator: Estimator) -> Iterator[tuple[Group, int]]:
 
 
 def _by_speed(estimator: Estimator, like: Candidate, group: Group) -> Iterator[Group]:
-    """Parts that take equally long, whole numbers up to each of ``FINENESS``; none where there are no figures."""
+    """The group with parts that take equally long, in units of each of ``FINENESS``; none without figures."""
     shares = [float(part.share) for part in group.parts]
-    for units in (*[1000] * 4, *FINENESS):  # what travels takes as long for all parts, so that they are found in steps
+    for units in (*[1000] * 4, *FINENESS):  # iterates, because transfer times do not depend on the parts
         parts = [part._replace(share=max(1, round(units * s / max(shares)))) for part, s in zip(group.parts, shares)]
         divisor = gcd(*[part.share for part in parts])
         shared = group._replace(parts=tuple(part._replace(share=part.share // divisor) for part in parts))
@@ -167,7 +167,7 @@ def _by_speed(estimator: Estimator, like: Candidate, group: Group) -> Iterator[G
 def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> tuple[Candidate, Estimate] | None:
     """The candidate with as few activations in main memory as fits."""
     fitting = None
-    for share in (0.0, *reversed(LONG_SHARES[1:])):  # what lacks memory with all of them there is left at once
+    for share in (0.0, *reversed(LONG_SHARES[1:])):  # gives up at once if it does not fit with all of them there
         candidate = like.with_(host_activations=share)
         estimate = _usable(estimator, goal, candidate, fits=False)
         fits = estimate is not None and estimator.fits(estimate)
@@ -181,15 +181,15 @@ def _least_in_host_memory(estimator: Estimator, goal: Goal, like: Candidate) -> 
 def _shapes(
     estimator: Estimator, cp_sizes: Sequence[int] = LONG_SIZES, *, has_ends: bool = True, mixed: bool = False
 ) -> Iterator[tuple[tuple[Stage, ...], int]]:
-    """Stages of equally many replicas of one TP and CP size, layers by speed; and the CP size.
+    """Stages of equally many replicas of one TP and CP size, with layers by speed; and the CP size.
 
-    As many stages as the GPUs give, of all kinds together and of each kind alone.  Of all kinds also any number, the
-    fastest first, of one kind any that divides the layers.
+    The stages use all GPUs, of all kinds together and of each kind alone.  Of all kinds together any number of stages
+    is tried, too, the fastest first; of one kind any number that divides the layers.
 
     Args:
-        cp_sizes: Those that are tried.
+        cp_sizes: CP sizes to try.
         has_ends: Whether the last stage has the whole output layer.
-        mixed: Of all kinds, of which one has twice the TP size of the others.
+        mixed: All kinds together, one of them with twice the TP size of the others.
     """
     model, nodes = estimator.model, estimator.cluster.nodes
     kinds = sorted({n.gpu for n in nodes})
@@ -218,12 +218,12 @@ def _shapes(
 
 
 def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) -> list[int]:
-    """Layers of each stage such that all take as long.
+    """Layers of each stage such that all stages take equally long.
 
     Args:
         rates: Layers per second of each stage.
-        ends: Seconds of what else each stage does of a microbatch.
-        least: Layers of a stage at least.
+        ends: Seconds of each stage's other work on a microbatch.
+        least: Least layers of a stage.
     """
     layers = [least] * len(rates)
     for _ in range(total - sum(layers)):
@@ -232,21 +232,21 @@ def balanced(total: int, rates: list[float], ends: list[float], least: int = 1) 
     return layers
 
 
-LEAST_GAIN = 0.01  # a change has to shorten the iteration by this share: of nearly equal plans the plainer one is taken
-LONG = 32768  # sequences from which on context parallelism, the exchange and offload are tried
-TRIED, NEAR = 2, 1.03  # plans of a schedule that are changed, the others within this factor of the best
-MOST_REGULAR = 3  # regular plans that are changed, and those that are the best on some kinds of GPUs
-FAR = 1.3  # regular plans that look worse than the best so far by this factor are not changed
-MOST_STEPS = 12  # changes of one plan, one after the other
+LEAST_GAIN = 0.01  # a change must shorten the iteration by this share: of nearly equal plans the plainer one is taken
+LONG = 32768  # tokens of a sequence from which on context parallelism, the exchange and offload are tried
+TRIED, NEAR = 2, 1.03  # plans of a schedule that are changed; all but the best are within this factor of it
+MOST_REGULAR = 3  # regular plans that are changed, besides the best on each choice of kinds of GPUs
+FAR = 1.3  # regular plans whose closed form is worse than the best so far by this factor are not changed
+MOST_STEPS = 12  # most successive changes of one plan
 MOST_OPERATIONS = 4_000
-"""Compute operations of the simulations of a plan's changes; more for long sequences, where plans differ by more."""
+"""Budget of compute operations for simulating a plan's changes; larger for long sequences, where plans differ more."""
 MOST_OPERATIONS_LONG = 80_000
-MOST_OF_ONE = 20_000  # those of a change that looks best, and better than all plans so far, whatever is left
-SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations in main memory
+MOST_OF_ONE = 20_000  # budget beyond the rest for the change with the best closed form, if it beats all plans so far
+SHARES = (0.25, 0.5, 0.75, 1.0)  # shares of activations in main memory
 DEGREES = (2, 4, 8, 16)
 CLEAR_GAIN = 0.03  # a change that is better by this share is taken without trying the others
-HOPELESS = 1.1  # a change that looks worse by this factor is not simulated
-EXCHANGING = 4  # to simulate an exchange takes so many times as long
+HOPELESS = 1.1  # a change whose closed form is worse by this factor is not simulated
+EXCHANGING = 4  # factor by which the context exchange makes a simulation take longer
 
 
 @collector_paused()
@@ -294,9 +294,9 @@ def _starts(outcome: SearchResult, goal: Goal) -> list[Found]:
 
 
 def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, left: int, known: float) -> Found:
-    """The plan with all changes that pay, found with so many simulated operations at most.
+    """The plan with all changes that pay, found with at most ``left`` simulated operations.
 
-    Where that is too few, the change that looks best is simulated all the same, if it looks better than what is known.
+    If these are too few, the change with the best closed form is simulated nevertheless if that is below ``known``.
     """
     current, tried = start, {start.candidate}
     for _ in range(MOST_STEPS):
@@ -324,7 +324,7 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
 def _promising(
     estimator: Estimator, goal: Goal, current: Found, tried: set[Candidate]
 ) -> list[tuple[Candidate, Estimate]]:
-    """Changes that fit into memory and do not look much worse, in the order of their closed forms."""
+    """Changes that fit into memory and whose closed form is not much worse, in the order of their closed forms."""
     out: list[tuple[float, int, Candidate, Estimate]] = []
     most = HOPELESS * goal.value(current.estimate)
     for candidate in changes(estimator, goal, current.candidate):
@@ -341,7 +341,7 @@ def _usable(estimator: Estimator, goal: Goal, candidate: Candidate, fits: bool =
 
 
 def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found | None:
-    """None where the runtime refuses it."""
+    """The candidate with its simulated time; None where the runtime refuses it."""
     try:
         return Found(candidate, estimate, block_s(estimator, candidate, estimate))
     except PlannerError:
@@ -349,7 +349,7 @@ def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -
 
 
 def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate) -> Found | None:
-    """A plan that fits, by the changes that need the least memory; None where no change helps."""
+    """A plan that fits, reached by the changes that save most memory; None where no change helps."""
     estimate = _usable(estimator, goal, candidate, fits=False)
     for _ in range(MOST_STEPS):
         if estimate is None:
@@ -370,7 +370,7 @@ def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate) -> Found | 
 
 
 def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """Candidates with one thing changed."""
+    """Candidates with one setting changed."""
     yield from _expert_parallel(estimator, c)
     if len(c.stages) > 1 and not c.sizes:
         yield from _vocabulary(estimator, c)
@@ -391,7 +391,7 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
 
 
 def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
-    """Experts divided over the ranks of a replica before they are cut."""
+    """Candidates with whole experts on the ranks of a replica (EP) in place of cut ones."""
     x, most = estimator.model.experts, max(g.tp for s in c.stages for g in s.groups)
     if x is None or any(g.ep for s in c.stages for g in s.groups):
         return
@@ -402,7 +402,7 @@ def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 
 
 def _context_parallel(c: Candidate) -> Iterator[Candidate]:
-    """Ranks that share sequences instead of cutting matrices, or instead of running sequences of their own."""
+    """Candidates with context parallelism in place of TP or of replicas."""
     groups = [g for s in c.stages for g in s.groups]
     for k in DEGREES if not any(g.parts for g in groups) else ():
         if all(g.tp % k == 0 for g in groups):
@@ -416,7 +416,7 @@ def _context_parallel(c: Candidate) -> Iterator[Candidate]:
 
 
 def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | int = 1) -> Candidate:
-    """With another CP size, and TP sizes and numbers of replicas divided by these."""
+    """The candidate with another CP size, and with TP sizes and numbers of replicas divided by ``tp`` and ``count``."""
     stages = tuple(
         Stage(s.layers, tuple(sorted(g._replace(tp=int(g.tp / tp), count=int(g.count / count)) for g in s.groups)))
         for s in c.stages
@@ -425,7 +425,7 @@ def _divided(c: Candidate, cp: int, tp: Fraction | int = 1, count: Fraction | in
 
 
 def _sliced(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """Other slices and chunks, the context exchange, and slices where there were none."""
+    """Candidates with other slices and chunks, with the context exchange, and with slices where there were none."""
     for schedule in goal.allowed:
         if len(c.stages) < 2 or not schedule.cuts_sequences:
             continue
@@ -437,7 +437,7 @@ def _sliced(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
 
 
 def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
-    """Embeddings and output layer split over the stages, evenly and by speed, and layers balanced anew."""
+    """Candidates with the vocabulary split over the stages, evenly and by speed, and layers balanced anew."""
     if not estimator.model.can_split_vocabulary:
         return
     if c.rows:
@@ -465,7 +465,7 @@ def _vocabulary(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 
 
 def _layers(c: Candidate) -> Iterator[Candidate]:
-    """A layer moved to the next stage or to the one before, for plans that have something else changed."""
+    """Candidates with one layer moved to a neighbouring stage, for plans with another change."""
     if not (c.rows or c.exchange or c.cp > 1):
         return
     for i in range(len(c.stages) - 1):
@@ -480,10 +480,10 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 def search(
     method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None, robust: bool = True
 ) -> SearchResult:
-    """Run one of ``METHODS``, and say what no plan can beat.
+    """Run one of ``METHODS``, and compute the lower bound for any plan.
 
     Args:
-        robust: Of plans that are about as fast, take the one that loses least where figures are off.
+        robust: Of nearly equally fast plans, take the one that loses least where figures are off.
     """
     progress, started = progress or Progress(), time.process_time()
     vendors = estimator.cluster.of_vendors(p for p, quota in enumerate(all_gpus(estimator)) if quota)
@@ -492,7 +492,7 @@ def search(
     outcome, bounds, bound = SearchResult(method), None, 0.0
     try:
         bounds = Bounds(estimator, goal)
-        bound = bounds.value(all_gpus(estimator))  # before the search, so that its time counts
+        bound = bounds.value(all_gpus(estimator))  # before the search, so that its CPU time counts
         outcome = _search(method, estimator, goal, progress)
         if method == "auto":
             choose(estimator, goal, progress, outcome)
@@ -517,7 +517,7 @@ def search(
 def _vendors_apart(
     method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, vendors: list[list[int]]
 ) -> SearchResult:
-    """The best of the outcomes on each vendor's GPUs alone, with the plans of the others behind its own."""
+    """Search each vendor's GPUs alone; returns the best result, with the other vendors' plans after its own."""
     nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[float, str, SearchResult]]()
     for left, pools in zip(range(len(vendors), 0, -1), vendors):
         spent_s = time.process_time() - progress.started
@@ -552,7 +552,7 @@ def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress,
 
 
 def _distinct(found: list[Found]) -> list[Found]:
-    """The plans without those that differ from one before them in microbatches in flight and order only."""
+    """The plans without those that differ from an earlier one only in microbatches in flight and order."""
     kept: dict[Candidate, Found] = {}
     for entry in found:
         kept.setdefault(entry.candidate.with_(slack=0.0, depths=(), order="", shares=None), entry)
@@ -560,7 +560,7 @@ def _distinct(found: list[Found]) -> list[Found]:
 
 
 def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> SearchResult:
-    """Modules are imported when needed."""
+    """Run one method; its module is imported when needed."""
     if method in ("zorse", "sailor"):
         from .papers import search_sailor, search_zorse
 

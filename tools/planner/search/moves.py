@@ -18,14 +18,14 @@ from .outcome import Found, Goal
 from .pools import Limits, power_below
 from .seeds import TP_SIZES, has_long_head, most_expert_parallel, sizes_over_replicas
 
-# What a candidate takes for certain, before it is simulated.
+# A lower bound on the time of a candidate, before it is simulated.
 
 
 def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """Seconds of an iteration of these stages at least, in any order of their operations.
+    """Least seconds of an iteration of these stages, in any order of their operations.
 
     Every stage computes, after one microbatch (or its part, with chunks) has come through the earlier stages, and
-    before it has gone back.  Slices differ, so that nothing is said of the first one.
+    before it has gone back.  Slices differ, so that their first one is not counted.
     """
     before = after = least = 0.0
     tails = stage_tails(estimator, candidate, estimate)
@@ -40,17 +40,17 @@ def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
 
 
 MOST_OPERATIONS = 20_000
-"""Plans that take longer to simulate than so many compute operations are not simulated for every trial."""
+"""Of plans with more compute operations only a few trials are simulated."""
 
 
 def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False) -> Found:
-    """The finalist with as many microbatches in flight as make it fastest and fit into memory.
+    """The finalist with the depths that make it fastest and fit into memory.
 
-    Trials are simulated.  Of large plans only two are: what the closed form chooses, and what hides every transfer.
+    Trials are simulated; of large plans only two: the closed form's depths, and those that hide all transfers.
 
     Args:
-        found: Simulated, in the order that suits it best.
-        briefly: Where hiding every transfer brings nothing, nothing else is tried; nor where stages meet already.
+        found: A simulated plan, in its best order.
+        briefly: Try nothing else if hiding every transfer does not help, or if stages meet already (``MEETING``).
     """
     candidate = found.candidate
     if len(candidate.stages) < 2 or not schedule_of(candidate).has_depths or set(candidate.depths) - {MEETING}:
@@ -93,7 +93,7 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
 
 
 def hide_transfers(memo: CandidateCache) -> None:
-    """Candidates with as many in flight as hide every transfer, where the closed form says that this is faster."""
+    """Add candidates with depths that hide every transfer, where the closed form is then faster."""
     estimator = memo.estimator
     best: dict[tuple[int, bool], tuple[float, Candidate]] = {}
     for candidate, (score, _) in memo.good.items():
@@ -112,14 +112,14 @@ def hide_transfers(memo: CandidateCache) -> None:
 def _fitting(
     estimator: Estimator, goal: Goal, candidate: Candidate, depths: tuple[int, ...]
 ) -> tuple[Candidate, Estimate] | None:
-    """The candidate with these depths, which leave less memory for what is kept; None where that does not fit."""
+    """The candidate with these depths, with more recomputation if memory requires it; None where it does not fit."""
     other = relieved(estimator, candidate.with_(depths=depths))
     estimate = goal.usable(estimator, other)
     return None if estimate is None else (other, estimate)
 
 
 def trimmed(estimator: Estimator, candidate: Candidate) -> Candidate:
-    """Leave out replicas that shorten nothing: the slowest one of their stage has as much to do without them."""
+    """Remove replicas that save no time: the slowest replica of their stage has equally much work without them."""
     stages = []
     total = estimator.model.global_batch_size // candidate.micro_batch_size
     for s, stage in enumerate(candidate.stages):
@@ -143,7 +143,7 @@ Stages = list[dict[tuple[int, int], int]]
 
 
 def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
-    """Groups of changed stages; those that are as before need not be made again."""
+    """Groups of changed stages; unchanged stages reuse the groups in ``known``."""
     out = []
     for i, stage in enumerate(stages):
         if i < len(before) and (stage is before[i] or stage == before[i]):
@@ -162,7 +162,7 @@ def _copied(stages: Stages, *changing: int) -> Stages:
 
 
 def _amounts(count: int) -> set[int]:
-    """How many replicas to move at once: few, a share, all, and what leaves a power of two."""
+    """Numbers of replicas to move at once: a few, a share, all, and the number that leaves a power of two."""
     return {n for n in (1, 2, count // 8, count // 2, count - power_below(count), count) if 1 <= n <= count}
 
 
@@ -172,7 +172,7 @@ def neighbours(
     """Changed candidates (stages and everything else); layers are balanced anew by the caller.
 
     Args:
-        spread: With a pool spread anew over its stages, which changes many of them at once.
+        spread: Include candidates with a pool redistributed over its stages, which changes many stages at once.
     """
     candidate = candidate.keeping()
     stages: Stages = [{(g.pool, g.tp): g.count for g in s.groups} for s in candidate.stages]
@@ -229,14 +229,14 @@ def over_replicas(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
 
 
 def schedule_variants(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidate]:
-    """Yields the same stages under other schedules; no parameter window has its vocabulary split from the start."""
+    """Yields the same stages under other schedules; under a parameter window without a split vocabulary."""
     plain = c.with_(schedule=PLAIN.name, chunks=1, slices=1, offload=False)
     for schedule in goal.allowed:
         yield from schedule.variants(estimator, plain) if not (c.rows and schedule.shards_parameters) else ()
 
 
 def _without(stages: Stages) -> Iterator[Stages]:
-    """One pool left out altogether, or one kind of replica of it."""
+    """Yields stages without one pool, or without one kind of its replicas."""
     keys = {key for stage in stages for key in stage}
     for left_out in ({*keys} | {(pool, 0) for pool, _ in keys}) if len(keys) > 1 else ():
         kept = [
@@ -258,7 +258,7 @@ def _moved(stages: Stages, bottleneck: int) -> Iterator[Stages]:
 
 
 def _resized(estimator: Estimator, stages: Stages, spare: dict[int, int], bottleneck: int) -> Iterator[Stages]:
-    """Yields stages with fewer replicas, and with more: some or all that are unused, and all but a node's."""
+    """Yields stages with fewer replicas, and with more: some or all unused ones, or all but those of a node."""
     for i, stage in enumerate(stages):
         for key, count in stage.items():
             for n in _amounts(count):
@@ -327,7 +327,7 @@ def _retyped(estimator: Estimator, stages: Stages) -> Iterator[Stages]:
 
 
 def _replaced(stages: Stages, spare: dict[int, int]) -> Iterator[Stages]:
-    """The replicas of one kind in a stage by unused GPUs of another pool."""
+    """Yields stages in which unused GPUs of another pool replace the replicas of one kind."""
     for i, stage in enumerate(stages):
         for (pool, tp), count in stage.items():
             for other, free in spare.items():
@@ -348,7 +348,7 @@ def _reordered(stages: Stages) -> Iterator[Stages]:
 
 
 def _respread(estimator: Estimator, stages: Stages, limits: Limits) -> Iterator[Stages]:
-    """Yields as many stages of equal width, or one more or less, in place of those that are of one pool alone."""
+    """Yields stages of equal width, equally many or one more or less, in place of all stages of one pool."""
     own: dict[int, list[int]] = {}
     for i, stage in enumerate(stages):
         pools = {pool for pool, _ in stage}

@@ -34,14 +34,14 @@ class Effort:
 
     sketches: int = 1000  # starting points to look at
     seeds: int = 120  # starting points to evaluate, of those that look best
-    alike: int = 12  # of these, how many with the same kinds of GPUs in every stage
+    alike: int = 12  # most of these with the same kinds of GPUs in every stage
     beam: int = 4  # starting points to improve by local search
     counts: int = 6  # numbers of stages whose best candidate is improved too
     near: float = 0.12  # neighbours that look worse than a candidate by this share are not evaluated
     neighbours: int = 48  # neighbours of a candidate that are evaluated at most
     hasty: bool = False  # a neighbour that looks much better is evaluated before all neighbours have been looked at
-    # Neighbours have a pool spread anew over its stages, too.  On few GPUs smaller steps reach as much, and such a
-    # large one leads away from better plans that are near.
+    # Neighbours include candidates with a pool redistributed over its stages.  On few GPUs smaller steps reach the
+    # same plans, and such a large step leads away from better plans nearby.
     spread: bool = False
     steps: int = 250  # evaluations of the local search per starting point
     parts: int = 12  # parts of the cluster to search in the same way, of those that can hold a better plan
@@ -50,14 +50,14 @@ class Effort:
     part_sketches: int = 300
     part_seeds: int = 20
     part_steps: int = 80
-    near_gpus: int = 200  # clusters up to this size are searched thoroughly without one node too
+    near_gpus: int = 200  # clusters up to this size are searched thoroughly without one node, too
     exact_gpus: int = 8  # clusters up to this size are searched to the proven optimum
     exact_nodes: int = 30_000  # nodes of the search tree, and plans that are priced there, before the proof is given up
     simulated_operations: int = 15_000  # compute operations to simulate at the end, over all finalists
     promising: float = 0.03  # finalists that can be expected within this share of the best are simulated
     first: int = 2  # finalists of each schedule that are simulated, whatever the closed form says about others
-    # small changes of the best plan may take so many times the operations of the other simulations, where it is plain
-    # 1F1B, which is simulated by compiled loops
+    # factor on ``simulated_operations`` for small changes of the best plan if it is plain 1F1B, which compiled loops
+    # simulate
     refined: int = 16
     regroups: bool = True  # replicas of the best plan move between stages in the end, where that makes it faster
     small_gpus: int = 24  # up to this size plans are cheap to simulate, and the closed form is off by more
@@ -77,11 +77,11 @@ VAST = replace(LARGE, steps=60)
 
 
 def effort_for(gpus: int) -> Effort:
-    """Returns what suits a cluster of this size."""
+    """Returns the effort that suits a cluster of this size."""
     return VAST if gpus > 200 else LARGE if gpus > 160 else MEDIUM if gpus > 64 else NORMAL
 
 
-# What to optimise, and what a plan must respect.
+# Objective and constraints of a search.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Goal:
         return [schedule for name, schedule in SCHEDULES.items() if name in self.schedules]
 
     def violation(self, candidate: Candidate, estimate: Estimate) -> float:
-        """How far the constraints are missed, relative; 0 when all hold."""
+        """The relative violation of the constraints; 0 when all hold."""
         miss = 0.0
         if self.max_usd_per_iteration is not None and estimate.usd_per_iteration > self.max_usd_per_iteration:
             miss += estimate.usd_per_iteration / max(self.max_usd_per_iteration, 1e-12) - 1
@@ -115,18 +115,18 @@ class Goal:
         return miss
 
     def value(self, estimate: Estimate) -> float:
-        """Returns what is minimised."""
+        """Returns the objective's value, which is minimised."""
         return estimate.usd_per_iteration if self.objective == "cost" else estimate.iteration_s
 
     def seconds(self, estimator: Estimator, candidate: Candidate, value: float) -> float:
-        """Seconds beyond which a candidate's value is above this one, whatever else it pays for."""
+        """Seconds beyond which a candidate's value exceeds ``value``, even without egress costs."""
         if self.objective != "cost":
             return value
         usd_per_s = sum(estimator.price[p] * n for p, n in candidate.gpus().items())
         return value / usd_per_s * (1 + 1e-9) if usd_per_s else inf
 
     def score(self, estimator: Estimator, candidate: Candidate, estimate: Estimate | None) -> float:
-        """Value with penalties for what does not fit or breaks a constraint; infinite when it cannot run."""
+        """Value with penalties for missing memory and violated constraints; infinite when it cannot run."""
         if estimate is None:
             return inf
         value = self.value(estimate)
@@ -142,8 +142,8 @@ class Goal:
         """Returns the closed form of a candidate that holds all constraints, None for others.
 
         Args:
-            most_s: Of what takes longer nothing need be said.
-            fits: Memory is a constraint.
+            most_s: None may be returned for a candidate that takes longer.
+            fits: Whether memory is a constraint.
         """
         estimate = estimator.estimate(candidate, most_s)
         if estimate is None or (fits and not estimator.fits(estimate)) or self.violation(candidate, estimate) > 0:
@@ -156,7 +156,7 @@ PENALTY = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A candidate that holds all constraints."""
+    """A candidate that satisfies all constraints."""
 
     candidate: Candidate
     estimate: Estimate
@@ -165,7 +165,7 @@ class Found:
 
     @property
     def iteration_s(self) -> float:
-        """The best knowledge of the iteration time."""
+        """The simulated iteration time, or that of the closed form."""
         return self.simulated_s if self.simulated_s is not None else self.estimate.iteration_s
 
     @property
@@ -175,29 +175,29 @@ class Found:
 
     @property
     def usd_per_iteration(self) -> float:
-        """Price with the best knowledge of the iteration time."""
+        """Price of an iteration, by :attr:`iteration_s`."""
         e = self.estimate
         extra = e.usd_per_iteration - e.gpu_usd_per_iteration
         return e.gpu_usd_per_iteration * self.iteration_s / e.iteration_s + extra
 
     def value(self, goal: Goal) -> float:
-        """Returns what the goal minimises."""
+        """Returns the value that the goal minimises."""
         return self.usd_per_iteration if goal.objective == "cost" else self.iteration_s
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """The best plan, where a plainer one was chosen, or one that depends less on transfers beside compute."""
+    """The fastest plan, if a plainer one was chosen, or one that depends less on overlapped transfers."""
 
     iteration_s: float  # of the fastest plan
     blocking_s: float  # the same where transfers wait for compute
     chosen_blocking_s: float  # that of the chosen plan
-    plan: str = ""  # in words, where the chosen one is plainer; else empty
+    plan: str = ""  # description of the fastest plan, if the chosen one is plainer; otherwise empty
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """One figure that is off, in words, and the share by which an iteration gets longer then."""
+    """A description of one figure that is off, and the share by which an iteration then gets longer."""
 
     condition: str
     share: float
@@ -216,36 +216,36 @@ class SearchResult:
     evaluations: int = 0
     simulations: int = 0
     cpu_s: float = 0.0  # CPU time of the search, simulations included
-    bound: float = 0.0  # what no plan on these GPUs can beat, in seconds or USD (``bounds.Bounds``)
-    bound_in_use: float = 0.0  # the same on the GPUs that the best plan uses
+    bound: float = 0.0  # lower bound for plans on these GPUs, in seconds or USD (``bounds.Bounds``)
+    bound_in_use: float = 0.0  # the lower bound on the GPUs that the best plan uses
     passed_over: PassedOver | None = None  # the fastest plan, where it is not the first (``overlap.py``)
-    shifts: tuple[Shift, ...] = ()  # what an iteration of the first plan takes where figures are off (``overlap.py``)
+    shifts: tuple[Shift, ...] = ()  # changes of the first plan's iteration where figures are off (``overlap.py``)
     # time of the plan that was first before figures that are off were looked at; 0: the same one
     steadier_than_s: float = 0.0
     # best time on the GPUs of another vendor, by their names; None where there is no plan for them alone
     other_vendors: dict[str, float | None] = field(default_factory=dict)
 
     def gap(self, goal: Goal) -> float | None:
-        """How far the best plan is from the bound at most, relative; None without a plan that runs, or a bound."""
+        """Relative distance of the best plan from the bound; None without a plan that runs, or without a bound."""
         if self.best is None or not self.best.runnable or not 0 < self.bound < inf:
             return None
         return self.best.value(goal) / self.bound - 1
 
     @property
     def best(self) -> Found | None:
-        """The best plan that the runtime can run, else the best, None when nothing holds the constraints."""
+        """The best plan that the runtime can run, otherwise the best; None when none satisfies the constraints."""
         return next((f for f in self.found if f.runnable), self.found[0] if self.found else None)
 
 
 def in_pools(estimator: Estimator, found: list[Found], pools: Sequence[int]) -> list[Found]:
-    """Plans of these pools alone as plans of the estimator's cluster."""
+    """Translate plans of a cluster of these pools into plans of the estimator's cluster."""
     moved = [(entry, entry.candidate.in_pools(pools)) for entry in found]
     return [replace(f, candidate=c, estimate=e) for f, c in moved if (e := estimator.estimate(c)) is not None]
 
 
 @dataclass(slots=True)
 class Progress:
-    """Shared with the caller: what the search is doing, and the time it may take."""
+    """Progress and time limit of a search, shared with its caller."""
 
     limit_s: float = 1e9
     started: float = field(default_factory=time.process_time)
@@ -253,13 +253,13 @@ class Progress:
     best: float = float("inf")
     asked: int = 0
     finishing: bool = False  # plans are being simulated, which is worth some more time
-    is_over: bool = False  # the outcome is in hand: nothing interrupts its caller any more
-    # plans that were simulated so far, which stand wherever the search is interrupted
+    is_over: bool = False  # the search has returned: its caller is not interrupted any more
+    # plans that were simulated so far, which are kept if the search is interrupted
     kept: list[Found] = field(default_factory=list)
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the CPU time is spent (looked up at every 32nd question: reading the clock costs time too)."""
+        """Whether the CPU time is spent; reads the clock at every 32nd call only, because that takes time."""
         self.asked += 1
         return self.asked % 32 == 0 and self.spent
 
@@ -271,10 +271,10 @@ class Progress:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No look for reference cycles in this block.
+    """Pause cyclic garbage collection in this block.
 
-    A search makes many small objects, keeps most of them, and ties next to none into cycles.  Looking through all of
-    them again and again takes a quarter of its time.  The same goes for making and writing a plan of many ranks.
+    A search creates many small objects, keeps most of them, and has hardly any cycles.  Scanning all of them
+    again and again takes a quarter of its time.  The same is true of making and writing a plan of many ranks.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -282,15 +282,15 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            gc.freeze()  # what has been made counts as old at once, so that nothing is looked through now
+            gc.freeze()  # marks all objects as old, so that none is scanned now
             gc.enable()
             gc.unfreeze()
 
 
-# ``--limit-s``: what of it is left for a search, and how a search is kept to it that does not look at the clock.
+# ``--limit-s``: the time left for a search, and the interruption of a search that exceeds it.
 
-_GRACE_S = 0.3  # how long after its limit a search is interrupted: it notices by itself almost always
-AT_LEAST_S = 1.0  # so much of the limit a search has at least, however long the command took to start and to read
+_GRACE_S = 0.3  # time after its limit at which a search is interrupted; usually it has ended by itself
+AT_LEAST_S = 1.0  # least time of a search within the limit, however long the command took to start and to read
 WRITING_S = 2.4e-5
 """CPU seconds per GPU of the cluster that the last finalist and the plan take when the search is over, about."""
 
@@ -300,25 +300,25 @@ def left_s(options: argparse.Namespace, used_s: float = 0.0) -> float:
 
     Args:
         options: ``limit_s``, and ``began_s``: this process's CPU time when the command began.
-        used_s: What the search before has had.  :data:`AT_LEAST_S` is for both together.
+        used_s: Time of an earlier search; :data:`AT_LEAST_S` counts for both together.
     """
     spent_s = time.process_time() - options.began_s
     return max(options.limit_s - spent_s, min(options.limit_s, AT_LEAST_S) - used_s, 0.0)
 
 
 def searching_s(options: argparse.Namespace, gpus: int) -> float:
-    """Returns the seconds for ``plan``'s search: a third of it at least, less what putting the plan together takes."""
+    """Returns the seconds for ``plan``'s search: the time left minus that of building the plan, at least a third."""
     left = left_s(options)
     return max(left / 3, min(left, AT_LEAST_S), left - WRITING_S * gpus)
 
 
 def each_s(options: argparse.Namespace, searches: int) -> float:
-    """The CPU time of each of several searches, which divide what is left of ``--limit-s``."""
+    """The CPU time of each of several searches, which share the rest of ``--limit-s`` equally."""
     return max(left_s(options) / searches, min(options.limit_s, AT_LEAST_S))
 
 
 def nothing_found(limit_s: float) -> PlannerError:
-    """No plan in this time."""
+    """The error for a search that found no plan in its time."""
     hint = "Allow more CPU seconds (they count from the start of the command), or describe equal nodes by one entry "
     hint += "with a count"
     return PlannerError("command line", "--limit-s", limit_s, "no plan was found in this time", hint)
@@ -331,7 +331,7 @@ def cpu_limit(progress: Progress, given_s: float | None = None) -> Iterator[None
     A search that is already putting its results together gets a quarter as long again.
 
     Args:
-        given_s: ``--limit-s``, for the error; of which ``progress`` has what was left.
+        given_s: ``--limit-s``, for the error; ``progress`` has the part of it that was left.
 
     Raises:
         PlannerError: Nothing was found in that time.
@@ -370,7 +370,7 @@ CLUSTER, MODEL, PROFILE = "planned-cluster.yaml", "planned-model.yaml", "planned
 
 
 def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile | None) -> dict[str, Path]:
-    """Write what a plan was made from beside it; the files, by name."""
+    """Write the inputs of a plan beside it; returns the paths by file name."""
     write_text(folder / CLUSTER, file_text(cluster))
     write_text(folder / MODEL, file_text(model))
     written = {CLUSTER: folder / CLUSTER, MODEL: folder / MODEL}
@@ -382,7 +382,7 @@ def keep_inputs(folder: Path, cluster: Cluster, model: Model, profile: Profile |
 
 
 def file_text(value: Cluster | Model) -> str:
-    """A cluster file or a model file; JSON, which is YAML too."""
+    """The text of a cluster file or a model file, as JSON, which is also YAML."""
     return json.dumps(value.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
 
 
@@ -390,7 +390,7 @@ def file_text(value: Cluster | Model) -> str:
 
 
 def check_memory_margin(options: argparse.Namespace) -> None:
-    """Whether ``--memory-margin`` is a share; raises PlannerError."""
+    """Refuse a ``--memory-margin`` that is no share; raises PlannerError."""
     if not 0 < options.memory_margin <= 1:
         raise PlannerError("command line", "--memory-margin", options.memory_margin, "must be above 0 and at most 1")
 
@@ -420,7 +420,7 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
 
 
 def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:
-    """Every GPU computes in the model's precision (V100, T4 and RTX-20 have no bf16)."""
+    """Refuse a precision that some GPU of the cluster lacks (V100, T4 and RTX-20 have no bf16)."""
     without = sorted({n.gpu for n in cluster.nodes if not cluster.gpu(n.gpu).supports(model.precision)})
     if not without:
         low = model.linear_precision
@@ -437,10 +437,10 @@ def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_fil
 
 
 def check_planned_precision(made: "Plan", model: Model, file: str) -> None:
-    """A plan trains in the precision that it was made for.
+    """Check that a plan has the precision of the model.
 
     Raises:
-        PlannerError: The model file, or ``--precision``, says another.
+        PlannerError: The model file, or ``--precision``, has another.
     """
     planned, mine = made.training.precision, "fp32" if model.precision == "tf32" else model.precision
     if planned != mine:
@@ -449,7 +449,7 @@ def check_planned_precision(made: "Plan", model: Model, file: str) -> None:
 
 
 def check_prices(estimator: Estimator, goal: Goal, file: str) -> None:
-    """Money needs prices: every kind of GPU has one when the goal speaks of costs.
+    """Check that every kind of GPU has a price, if the goal has a cost objective or a cost limit.
 
     Raises:
         PlannerError: naming the node group without a price.

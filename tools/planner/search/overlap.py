@@ -1,4 +1,4 @@
-"""The choice between plans that are about as fast: plain, with little need of overlap, steady where figures are off."""
+"""The choice between nearly equally fast plans: by regularity, need of overlap, and loss where figures are off."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -15,21 +15,21 @@ from .finish import confirm, pools_of
 from .outcome import Found, Goal, PassedOver, SearchResult, Shift
 
 NEAR = 0.005
-"""So much longer an iteration may be for less dependence on overlap.
+"""Share by which an iteration may be longer for less dependence on overlap.
 
-A plan with one node more is compared with one of fewer nodes within the same share: both may have been chosen so.
+Plans of a cluster and of one with a node more are compared within the same share: both may have been chosen so.
 """
-PLAINER = 0.02  # so much longer an iteration may be for a plainer plan
+PLAINER = 0.02  # share by which an iteration may be longer for a plainer plan
 SHARED_BUS = 6.5e10  # bytes per second of a GPU to its node below which TP goes over PCIe; the NVLink of V100 has 68e9
 NETWORK_OFF, KIND_OFF = 0.2, 0.1
 """Shares by which the network, and the speed of one kind of GPU, may differ from the figures given."""
-MOST_WORLDS_TRIED = 24  # plans that are priced with changed figures
+MOST_WORLDS_TRIED = 24  # most plans that are priced with changed figures
 
 
 def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, int, int]:
-    """Counts different stages beyond one per kind of GPU, those with TP over PCIe or one layer, and kinds in turns.
+    """Counts stages that differ (beyond one per kind), have TP over PCIe, or one layer, and alternations of kinds.
 
-    State in main memory counts as a stage of one layer: it needs that memory, and copies that hide.
+    State in main memory counts as a stage of one layer: it needs that memory, and copies that overlap.
     """
     stages, intra = candidate.keeping().stages, estimator.network.intra
     shapes = {s.groups for s in stages}
@@ -42,7 +42,7 @@ def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, 
 
 
 def prefer_plain(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
-    """Put the plainest of the plans first that are nearly as good as the best, and name the one passed over."""
+    """Of the plans that are nearly as good as the best, put the plainest first, and record the one passed over."""
     if outcome.best is None or outcome.interrupted:
         return
     if outcome.best.candidate.offload and (resident := _resident(estimator, goal, outcome.best.candidate)) is not None:
@@ -55,7 +55,7 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: SearchResult) -> Non
         if plainness >= least:
             break
         if plainness[:3] == least[:3] and found.value(goal) > best.value(goal) * (1 + PLAINER / 2):
-            continue  # kinds that take turns cost less trouble than stages that differ
+            continue  # alternating kinds may cost only half of that
         if _is_taken(estimator, goal, outcome, found, limit):
             outcome.passed_over = _passed_over(estimator, best, outcome.found[0], is_plainer=True)
             return
@@ -73,7 +73,7 @@ def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Found |
 
 
 def _is_taken(estimator: Estimator, goal: Goal, outcome: SearchResult, found: Found, limit: float) -> bool:
-    """Puts a plan first if all of it is as good as the limit."""
+    """Put a plan first if its whole program meets the limit; returns whether it does."""
     confirmed = [f for f in confirm(estimator, goal, [found]) if f.value(goal) <= limit]
     if confirmed:
         outcome.found = confirmed + [f for f in outcome.found if f is not found]
@@ -81,7 +81,7 @@ def _is_taken(estimator: Estimator, goal: Goal, outcome: SearchResult, found: Fo
 
 
 def _in_words(estimator: Estimator, candidate: Candidate) -> str:
-    """Returns what is irregular about a plan."""
+    """Returns the irregularities of a plan, for the output."""
     _, shared, short, turns = irregularity(estimator, candidate)
     words = f"{len(candidate.stages)} stages, {len({s.groups for s in candidate.stages})} different ones"
     words = words if len(candidate.stages) > 1 else "one stage"
@@ -101,7 +101,7 @@ def _passed_over(estimator: Estimator, best: Found, chosen: Found, is_plainer: b
 
 
 def blocking_ratio(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float | None:
-    """How much longer an iteration takes where transfers wait for compute; None where nothing overlaps anyway."""
+    """Ratio of the iteration times without and with overlapped transfers; None where nothing overlaps anyway."""
     if len(candidate.stages) == 1 or not _overlaps(estimator):
         return None
     in_turn = replace(estimator.runtime, transfers_in_turn=True)
@@ -111,14 +111,14 @@ def blocking_ratio(estimator: Estimator, candidate: Candidate, estimate: Estimat
 
 
 def _overlaps(estimator: Estimator) -> bool:
-    """Whether the runtime has transfers beside compute."""
+    """Whether the runtime overlaps transfers with compute."""
     return not (estimator.runtime.transfers_in_turn or estimator.runtime.host_blocks)
 
 
 def _prefer_independent(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
-    """Put the plan first that takes least where transfers block, among those about as fast as the best.
+    """Of the plans nearly as fast as the best, put the one first that takes least time without overlap.
 
-    It must gain more there than it loses where they do not.  Under a goal of cost the cheapest plan stays.
+    It must gain more without overlap than it loses with it.  Under the objective ``cost`` the cheapest plan stays.
     """
     best = outcome.best
     if best is None or goal.objective == "cost" or not _overlaps(estimator):
@@ -134,7 +134,7 @@ def _prefer_independent(estimator: Estimator, goal: Goal, outcome: SearchResult)
 
 
 def _blocked_s(estimator: Estimator, found: Found) -> float:
-    """Seconds of an iteration where transfers wait for compute."""
+    """Seconds of an iteration without overlapped transfers."""
     return found.iteration_s * (blocking_ratio(estimator, found.candidate, found.estimate) or 1.0)
 
 
@@ -170,7 +170,7 @@ _UNIT_SECONDS = tuple(f.name for f in fields(Unit) if f.name.endswith(("_f", "_b
 
 
 def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
-    """The nodes with another bandwidth to all others."""
+    """The nodes with their network bandwidths multiplied by a factor."""
     rates = ("network_bytes_per_s", "stream_bytes_per_s", "collective_bytes_per_s")
     changed: dict[str, Any] = {name: getattr(node, name) * factor for name in rates if getattr(node, name)}
     if node.measured_rates:
@@ -179,7 +179,7 @@ def _on_network(node: NodeGroup, factor: float) -> NodeGroup:
 
 
 def _scenarios(estimator: Estimator) -> Iterator[tuple[str, _Scenario]]:
-    """Yields what may be otherwise than the figures say, in words, and the estimator of a cluster where it is."""
+    """Yields deviations from the given figures: a description, and the estimator of the deviating cluster."""
     yield f"the network is {100 * NETWORK_OFF:.0f} % slower", _Scenario(estimator, network=1 - NETWORK_OFF)
     yield f"the network is {100 * NETWORK_OFF:.0f} % faster", _Scenario(estimator, network=1 + NETWORK_OFF)
     kinds = list(dict.fromkeys(node.gpu for node in estimator.cluster.nodes))
@@ -189,10 +189,10 @@ def _scenarios(estimator: Estimator) -> Iterator[tuple[str, _Scenario]]:
 
 
 def prefer_steady(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
-    """Put the plan first that loses least where figures are off, and note what an iteration of it takes then.
+    """Put the plan first that loses least where figures are off, and record the changes of its iteration.
 
-    Only plans that take hardly longer than the first one, and are as plain, may take its place.  Microbatches are
-    divided anew where figures differ.  The closed form says how much longer each plan takes.
+    Only plans that take hardly longer than the first one, and are as plain, may replace it.  Microbatches are
+    divided anew where figures differ.  The closed form gives the changed times.
     """
     first = outcome.best
     if first is None or outcome.interrupted:
@@ -218,7 +218,7 @@ def prefer_steady(estimator: Estimator, goal: Goal, outcome: SearchResult) -> No
 
 
 def _shifts(scenarios: list[tuple[str, _Scenario]], found: Found) -> tuple[Shift, ...]:
-    """By how much an iteration of a plan gets longer in each of some scenarios that differ in what it uses."""
+    """Relative change of a plan's iteration in each scenario that concerns GPUs or links of the plan."""
     out = []
     for words, world in scenarios:
         used = {world.cluster.nodes[pool].gpu for pool in found.candidate.gpus()}

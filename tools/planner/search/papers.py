@@ -22,7 +22,7 @@ Part = dict[tuple[int, int], int]
 """Nodes of a group: ``(pool, parts of the node that are in the group) -> number of such nodes``."""
 
 MAX_GROUPS = 32
-MOST_CLASSES = 8  # of which all cuts are looked at
+MOST_CLASSES = 8  # up to this many classes of nodes, all cuts are enumerated
 
 
 def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None) -> Part:
@@ -36,7 +36,7 @@ def whole_cluster(estimator: Estimator, parts: int, limits: Limits | None = None
 
 
 def _pieces(estimator: Estimator, pool: int, parts: int) -> int:
-    """Into how many equal parts the nodes of a pool are cut: at most ``parts``."""
+    """Number of equal parts into which the nodes of a pool are cut: at most ``parts``."""
     size = estimator.cluster.nodes[pool].gpus_per_node
     return max(n for n in range(1, parts + 1) if size % n == 0)
 
@@ -46,7 +46,7 @@ def minimum_cut(estimator: Estimator, part: Part) -> tuple[float, Part, Part]:
 
     Parts of a node are twins (equal bandwidth to everything else), and so are equal nodes of a pool.  The
     weight of a cut is concave in the number of twins on one side, so that twins stay together, or a single
-    one of them is cut off alone.  What is left is the cut between classes of twins (Stoer and Wagner).
+    one of them is cut off alone.  The other cuts are between classes of twins (Stoer and Wagner).
     """
     network = estimator.network
 
@@ -69,7 +69,7 @@ def minimum_cut(estimator: Estimator, part: Part) -> tuple[float, Part, Part]:
         graph = nx.Graph()
         graph.add_weighted_edges_from((a, b, between[a, b]) for a, b in between)
         sides = [set(nx.stoer_wagner(graph)[1][0])]
-    else:  # all sides without the first class: to import networkx takes longer
+    else:  # enumerate the sides without the first class, because importing networkx takes longer
         sides = [set(side) for n in range(1, len(kinds)) for side in combinations(kinds[1:], n)]
     for side in sides:
         value = sum(between[pair] for pair in between if len(side.intersection(pair)) == 1)
@@ -89,7 +89,7 @@ def _less(part: Part, kind: tuple[int, int], size: int) -> Part:
 
 
 def split(estimator: Estimator, parts: int, most: int, limits: Limits | None = None) -> Iterator[list[Part]]:
-    """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until ``most`` groups are there.
+    """SPLIT (Saran and Vazirani): remove the lightest minimum 2-cut until there are ``most`` groups.
 
     Args:
         parts: Equal parts of a node.
@@ -137,10 +137,10 @@ def _inner_bandwidth(estimator: Estimator, part: Part) -> float:
 def search_zorse(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> SearchResult:
-    """All numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed.
+    """Zorse's planner: all numbers of groups, batch sizes and ministages; layers in proportion to the groups' speed.
 
     Args:
-        bound_s: Plans that certainly take longer are left out.
+        bound_s: Plans that certainly take longer are skipped.
     """
     memo = CandidateCache(estimator, goal, progress or Progress())
     nodes = sum(n.count for n in estimator.cluster.nodes)
@@ -198,10 +198,10 @@ PARTS = 4  # a stage's replicas are dealt to GPU types in quarters (the paper en
 def search_sailor(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> SearchResult:
-    """H1 TP inside nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5 and H6 regions.
+    """Sailor's planner: H1 TP in nodes, H2 smallest TP that fits, H3/H4 order of D with early stop, H5/H6 regions.
 
     Args:
-        bound_s: Branches whose iterations are certainly longer are left out.
+        bound_s: Branches whose iterations are certainly longer are skipped.
     """
     merged, model = merge(estimator), estimator.model
     memo = CandidateCache(merged.estimator, replace(goal, keep_data_parallel_in_region=True), progress or Progress())
@@ -248,7 +248,7 @@ def _degrees(memo: CandidateCache, stages: int, like: Candidate, bound_s: float)
 def _straggler_s(
     estimator: Estimator, layers: tuple[int, ...], tps: list[dict[int, int]], degree: int, like: Candidate
 ) -> float:
-    """At least this long takes a microbatch on the slowest replica: the fastest pools fill up first."""
+    """Lower bound on the seconds of a microbatch on the slowest replica: the fastest pools fill up first."""
     fastest: list[tuple[float, int]] = []
     for pool, node in enumerate(estimator.cluster.nodes):
         kinds = [
@@ -289,7 +289,7 @@ def smallest_tp(estimator: Estimator, stages: int, s: int, layers: int, like: Ca
 
 
 def _combinations(degree: int, pools: list[int]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Ways to deal ``degree`` replicas to at most two pools, in quarters: ((pool, replicas), ...)."""
+    """Ways to divide ``degree`` replicas over at most two pools, in quarters: ((pool, replicas), ...)."""
     for p in pools:
         yield ((p, degree),)
     for p, q in combinations(pools, 2):
@@ -304,7 +304,7 @@ Offer = tuple[float, float, tuple[tuple[int, int], ...], tuple[tuple[int, int], 
 
 
 class _Offers:
-    """Holds what the stages of a pipeline with one data-parallel degree may be given, the most promising first.
+    """Possible resources of each stage of a pipeline with one data-parallel degree, the most promising first.
 
     Args:
         tps: Per stage: TP by pool.
@@ -333,16 +333,16 @@ class _Offers:
             [pools for r in dict.fromkeys(region) if (pools := [p for p in of if region[p] == r and of[p] <= in_time])]
             for of in self._seconds
         ]
-        # What the stages after a stage take at least, on GPUs that nobody else has.
+        # Least seconds of the stages after each stage, if these did not compete for GPUs.
         fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
         self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
         self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
         self.of = cache(self._offers)
 
     def _offers(self, s: int) -> list[Offer]:
-        """Returns what stage ``s`` may be given if all GPUs were free, the least value first.
+        """Returns the resources that stage ``s`` may get if all GPUs are free, the least value first.
 
-        The least value is that of stages ``s`` to the last if nobody else needed a GPU.
+        The value is a lower bound for stages ``s`` to the last, as if these did not compete for GPUs.
         """
         out: list[Offer] = []
         seconds, tp = self._seconds[s], self._tps[s]

@@ -1,4 +1,4 @@
-"""One part of a cluster searched by all means: seeds, local search, its own parts, proof if it is small, finalists."""
+"""The search of one part of a cluster: seeds, local search, parts of it, branch and bound if small, finalists."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ from .seeds import SEED_MARGIN, TP_SIZES, best_rate, even_seeds, seeds, with_spl
 
 # Branch and bound over all plans of a small cluster: stages in order, each with its replicas and layers.
 #
-# A partial plan is dropped when even perfect use of what is left cannot beat the best known plan (with a
+# A partial plan is dropped when even perfect use of the remaining GPUs cannot beat the best known plan (with a
 # margin, because finalists are ranked by the simulator).
 
 
 class _GaveUp(Exception):
-    """The tree is larger than allowed."""
+    """The search tree is larger than allowed."""
 
 
 def stage_options(estimator: Estimator, point: Candidate, limits: Limits | None = None) -> list[tuple[Group, ...]]:
-    """All multisets of replicas that one stage could have, on all GPUs or these."""
+    """All multisets of replicas that one stage could have, on all GPUs or within ``limits``."""
     per_pool: list[list[tuple[Group, ...]]] = []
     quotas = limits or all_gpus(estimator)
     for pool, quota in enumerate(quotas):
@@ -55,7 +55,7 @@ def stage_options(estimator: Estimator, point: Candidate, limits: Limits | None 
 
 
 class _Tree:
-    """One operating point (batch, recompute, ZeRO stage)."""
+    """Branch and bound at one operating point (batch, recompute, ZeRO stage)."""
 
     def __init__(self, memo: CandidateCache, point: Candidate, margin: float, nodes: int, known: float) -> None:
         self.memo, self.point, self.margin, self.nodes, self.known = memo, point, 1 + margin, nodes, known
@@ -64,7 +64,7 @@ class _Tree:
         self.total = estimator.model.global_batch_size // point.micro_batch_size
         self.options = []
         for groups in stage_options(estimator, point, memo.limits):
-            units = [u for g in groups if (u := estimator.unit_of(point, g)) is not None]  # there are figures for all
+            units = [u for g in groups if (u := estimator.unit_of(point, g)) is not None]  # all have figures
             use = [0] * len(estimator.cluster.nodes)
             for g in groups:
                 use[g.pool] += g.tp * g.count
@@ -76,7 +76,7 @@ class _Tree:
         self.best_rate = [best_rate(estimator, pool, point) / point.micro_batch_size for pool in pools]
 
     def limit(self) -> float:
-        """Iterations at least this long need not be looked at."""
+        """Seconds of an iteration from which on a plan cannot be among the best."""
         return min(self.memo.best, self.known) * self.margin
 
     def run(self) -> None:
@@ -138,36 +138,36 @@ def branch_and_bound(memo: CandidateCache, nodes: int, margin: float, known: flo
 
 CLEAR_GAIN = 0.01  # a neighbour that is better by this share is taken without looking at the others
 MANY = 64  # neighbours that are looked at before a much better one is taken at once
-KEPT = 16  # plans of a further part that are remembered
+KEPT = 16  # plans of a further part that are kept
 BRIEF = 100, 12, 80
 """Starting points to look at and to evaluate on a further part, and evaluations of the local search from its best."""
 PAST, PAST_OF_PART = 12, 5  # steps past the end of a local search that find nothing better, one after the other
 MOST_TRIED = 8  # neighbours of which the best is such a step
 MOST_LEFT_OUT = 4  # nodes that are left out one after the other
-FEW_PARTS = 2  # parts to search of a cluster without a plan that is near the one that is known
+FEW_PARTS = 2  # parts to search if no plan of the whole is near the known one
 MOST_EVEN, MOST_EVEN_TRIED = 600, 8
 """Starting points of equal width that are looked at, and tried, under schedules that want them."""
 START_MARGIN = 1.15  # starting points that look worse than a known plan by this factor will not be better
-_Sketched = tuple[float, tuple[int, int], Groups, Candidate]  # a guess, when it was made, and of what
-MOST_RELIEVED = 8  # plans of each schedule that run all layers again, and may keep some
+_Sketched = tuple[float, tuple[int, int], Groups, Candidate]  # sketch, sequence number, stages, other settings
+MOST_RELIEVED = 8  # plans of each schedule with full recomputation whose recomputation is reduced
 POLISHED = 1.1  # plans within this factor of the best get their layers shifted one by one
 
 
 @dataclass(slots=True)
 class SearchContext:
-    """Holds what searches of the parts of one cluster have in common."""
+    """State shared by the searches of the parts of one cluster."""
 
     estimator: Estimator
     goal: Goal
     progress: Progress
-    asked: Effort | None = None  # how hard to search; None: as suits each part
-    known: float = inf  # value of a plan that is known from before
-    merged: Merged = field(init=False)  # its zones as one per region
+    asked: Effort | None = None  # the requested effort; None: as suits each part
+    known: float = inf  # value of an earlier plan
+    merged: Merged = field(init=False)  # the cluster with the zones of each region merged
     bounds: Bounds = field(init=False)
     whole: Limits = field(init=False)  # all GPUs
-    is_near: bool = field(init=False)  # so small that its parts are searched as if there were nothing else
-    is_small: bool = field(init=False)  # so small that even what is left of it is searched like that
-    first: CandidateCache | None = None  # the memo of the first search, whose sketches the others share
+    is_near: bool = field(init=False)  # whether parts are also searched as clusters of their own (up to ``near_gpus``)
+    is_small: bool = field(init=False)  # whether these include the cluster without a pool or two nodes
+    first: CandidateCache | None = None  # the cache of the first search, whose sketches the others share
 
     def __post_init__(self) -> None:
         self.merged = merge(self.estimator)
@@ -178,20 +178,20 @@ class SearchContext:
 
     @property
     def has_many_pools(self) -> bool:
-        """Whether it is large, of so many pools that not every choice of them is searched."""
+        """Whether the cluster is large and has too many pools to search every subset of them."""
         return not self.is_near and len(self.whole) > MOST_POOLS
 
 
 def part_search(
     context: SearchContext, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
 ) -> SearchResult:
-    """The search of a part of the cluster, as if there were nothing else.  Ctrl-C ends it with the best so far.
+    """Search a part of the cluster as a cluster of its own.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
-        bound: Value of a plan that is known already; worse ones are of no use.
-        goal: With fewer schedules than that of the context.
-        effort: How hard to search; None: as suits the part.
+        bound: Value of a known plan; worse plans are skipped.
+        goal: A goal with fewer schedules than that of the context.
+        effort: Effort of the search; None: as suits the part.
     """
     merged, goal, progress = context.merged, goal or context.goal, context.progress
     gpus = sum(limits)
@@ -215,7 +215,7 @@ def part_search(
         hide_transfers(memo)
     except KeyboardInterrupt:
         outcome.interrupted = True
-        effort = replace(effort, simulated_operations=1000)  # somebody is waiting
+        effort = replace(effort, simulated_operations=1000)  # the user waits after Ctrl-C
     if bound < inf and goal is context.goal and limits != context.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
     place = partial(expand, merged, context.estimator.cluster)
@@ -243,13 +243,13 @@ def _climb_by_stages(memo: CandidateCache, effort: Effort, limits: Limits) -> No
 
 
 def _walk(memo: CandidateCache, effort: Effort, limits: Limits, most_steps: int, known: float) -> None:
-    """Goes on from where local search has ended: to the best neighbour where it has not been, even if that is worse.
+    """Continue after local search: go to the best neighbour that has not been visited, even if that is worse.
 
-    Of what it meets only what is better than before is remembered: no other finalist is displaced by it.
+    Only candidates better than all before are kept, so that they displace no other finalist.
 
     Args:
-        most_steps: One after the other that find nothing better.
-        known: Value of another plan; from one that looks much worse nothing is gained.
+        most_steps: Most successive steps that find nothing better.
+        known: Value of another plan; there is no walk from a much worse one.
     """
     if memo.best >= POLISHED * known:
         return
@@ -274,13 +274,13 @@ def _walk(memo: CandidateCache, effort: Effort, limits: Limits, most_steps: int,
 
 
 def _parts(memo: CandidateCache, effort: Effort, bounds: Bounds, whole: Limits, is_near: bool) -> None:
-    """Explores every part of the cluster that can hold a better plan than the best so far.
+    """Explore every part of the cluster that can hold a better plan than the best so far.
 
-    First come pools alone, which are searched in no time, then other choices of whole pools, then what has a node
-    less or half of a pool; of each, what can be best by its bound.  On clusters that are not too large all parts follow
-    that a smaller cluster would look at, so that one node more hardly ever makes a plan worse.
+    First come single pools, which take little time, then other subsets of whole pools, then parts with one node
+    less or half of a pool, each in the order of their bounds.  On clusters that are not too large, all parts follow
+    that a smaller cluster would search, so that one node more hardly ever makes a plan worse.
     """
-    # Where the whole has nothing near what is known, parts that differ by little have nothing either.
+    # Where the whole has no plan near the known one, parts that differ by little have none either.
     left = effort.parts if memo.best < inf or memo.bound == inf else FEW_PARTS
     smaller = replace(effort, sketches=effort.part_sketches, seeds=effort.part_seeds, steps=effort.part_steps, beam=1)
     seen = {whole}
@@ -330,7 +330,7 @@ def _parts(memo: CandidateCache, effort: Effort, bounds: Bounds, whole: Limits, 
 
 
 def _seed(memo: CandidateCache, effort: Effort, limits: Limits) -> list[Candidate]:
-    """Sketch all seeds and evaluate what looks best; the best with different stages."""
+    """Sketch all seeds and evaluate the best of them; returns the best candidates with different stages."""
     sketched: list[tuple[float, int, Groups, Candidate]] = []
     hope = [inf]
     for i, (groups, like) in enumerate(seeds(memo, effort.sketches, limits, hope)):
@@ -386,7 +386,7 @@ def _climb(memo: CandidateCache, effort: Effort, start: Candidate, limits: Limit
             spent += tried
             if whole:
                 memo.steps[step] = best
-        else:  # another climb has been here
+        else:  # another climb has visited this candidate
             best = memo.steps[step]
         if best is None and not hasty:
             break
@@ -398,10 +398,10 @@ def _climb(memo: CandidateCache, effort: Effort, start: Candidate, limits: Limit
 def _better(
     memo: CandidateCache, effort: Effort, current: Candidate, score: float, limits: Limits, hasty: bool, budget: int
 ) -> tuple[tuple[float, Candidate] | None, int, bool]:
-    """A better neighbour (None: there is none), how many were evaluated, and whether the budget was enough.
+    """A better neighbour (None: there is none), the number of evaluations, and whether the budget was enough.
 
     Neighbours are evaluated in the order of their sketches.  A clear improvement is taken at once, a small one
-    when none of those that look as good holds anything better.
+    when no neighbour with an equally good sketch is better.
     """
     best: tuple[float, Candidate] | None = None
     spent = 0
@@ -420,10 +420,10 @@ def _better(
 def _promising(
     memo: CandidateCache, effort: Effort, current: Candidate, limits: Limits, hasty: bool
 ) -> list[tuple[Groups, Candidate]]:
-    """The neighbours that look no worse than the candidate, the best first.
+    """The neighbours whose sketches are not much worse than the candidate's, the best first.
 
     Args:
-        hasty: Of many neighbours only the first are looked at, if one of them looks much better.
+        hasty: Of many neighbours only the first are sketched, if one of them is much better.
     """
     here = memo.sketch.value(tuple(s.groups for s in current.keeping().stages), current)
     most = here * (1 + effort.near) if current in memo.good else inf
@@ -441,7 +441,7 @@ def _promising(
 
 
 def _keep(best: list[_Sketched], entry: _Sketched, count: int) -> float:
-    """Sort an entry into the best so many; returns what the next one has to stay below."""
+    """Insert an entry into the best ``count``; returns the value that the next one must stay below."""
     insort(best, entry)
     del best[count:]
     return best[-1][0] if len(best) == count else inf
@@ -469,7 +469,7 @@ def _variants(memo: CandidateCache, effort: Effort, limits: Limits) -> None:
 
 
 def _on_one_stage(memo: CandidateCache, limits: Limits) -> Iterator[Candidate]:
-    """All GPUs by TP size.  Where nothing else fits, ministages may: main memory holds the state, which all share."""
+    """One stage of all GPUs, by TP size: ministages may fit where nothing else does, with sharded, offloaded state."""
     model, nodes = memo.estimator.model, memo.estimator.cluster.nodes
     for tp in TP_SIZES:
         groups = [Group(p, tp, n // tp) for p, n in enumerate(limits) if tp <= min(n, nodes[p].gpus_per_node)]
@@ -479,10 +479,10 @@ def _on_one_stage(memo: CandidateCache, limits: Limits) -> Iterator[Candidate]:
 
 
 def _even_seeds(memo: CandidateCache, limits: Limits) -> None:
-    """Starting points with as many replicas on every stage, under the schedules that are at their best there.
+    """Starting points with equally many replicas on every stage, under the schedules that these suit best.
 
-    Ministages among them: their memory decides otherwise than that of 1F1B, from which they are varied else.  Where the
-    head is long for such stages, the vocabulary is split as well.
+    Ministages are tried here, too: elsewhere they are variants of 1F1B candidates, whose memory limits differ.  Where
+    the head is long for such stages, a split vocabulary is tried as well.
     """
     looked_at: dict[tuple[str, bool], list[_Sketched]] = {}
     most_of = {
@@ -509,13 +509,13 @@ def _even_seeds(memo: CandidateCache, limits: Limits) -> None:
         usable = 0
         # Some differ in a ZeRO stage only, which the schedule decides.
         for (groups, variant), value in {(groups, variant): value for value, _, groups, variant in mine}.items():
-            usable += memo.try_groups(groups, variant)[0] < PENALTY * value  # else it lacks memory
+            usable += memo.try_groups(groups, variant)[0] < PENALTY * value  # otherwise it lacks memory
             if usable == MOST_EVEN_TRIED:
                 break
 
 
 def _even_variants(memo: CandidateCache, groups: Groups, like: Candidate) -> list[Candidate]:
-    """Every schedule for stages of this number and width, taken to have equally many layers."""
+    """Every schedule for stages of this number and width, as if they had equally many layers."""
     layers = memo.estimator.model.num_layers // len(groups)
     plain = like.with_(stages=tuple([Stage(layers, stage) for stage in groups]))
     schedules = [s for s in memo.goal.allowed if layers and not (like.rows and s.shards_parameters)]
@@ -523,7 +523,7 @@ def _even_variants(memo: CandidateCache, groups: Groups, like: Candidate) -> lis
 
 
 def _polish(memo: CandidateCache) -> None:
-    """Change the best of each schedule a little: numbers of ministages, orders, layers, and no useless replicas."""
+    """Small changes of the best of each schedule: numbers of ministages, orders, layers, and no useless replicas."""
     for schedule in memo.goal.allowed:
         full = [c for c, _ in memo.top(len(memo.good), schedule.name) if c.recompute == "full"]
         for candidate in full[:MOST_RELIEVED]:

@@ -17,7 +17,7 @@ def all_gpus(estimator: Estimator) -> Limits:
 
 
 def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
-    """Parts of the cluster, or of a part of it, worth a search of their own; the whole is not among them.
+    """Parts of the cluster, or of a part of it, to be searched on their own; the whole is not among them.
 
     First every choice of whole pools (on clusters of many pools: one pool, kind or region alone or left out, and
     pairs of kinds), then one node less of each pool, then half of each pool.
@@ -67,7 +67,7 @@ def power_below(count: int) -> int:
 def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
     """A part of the cluster with the next lower power of two of GPUs of one pool.
 
-    Of these, stages of one width can be made.
+    These divide into stages of equal width.
     """
     found = []
     for p, quota in enumerate(most):
@@ -94,14 +94,14 @@ def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A cluster with equal nodes of a region as one pool, and which real pools each stands for."""
+    """A cluster with equal nodes of a region as one pool, and the real pools that each stands for."""
 
     estimator: Estimator
     members: tuple[tuple[int, ...], ...]
 
 
 def _key(node: NodeGroup) -> tuple[object, ...]:
-    """Returns what has to be equal; only the zone may differ."""
+    """Returns the fields that must be equal for nodes to be merged; only the zone may differ."""
     skipped = {"count", "max_gpus", "zone", "region", "hosts", "slurm", "kubernetes", "skypilot"}
     return (node.where, *(getattr(node, name) for name in NodeGroup.model_fields if name not in skipped))
 

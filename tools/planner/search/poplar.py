@@ -18,14 +18,14 @@ from .outcome import NORMAL, Effort, Goal, Progress, SearchResult
 
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Passes whose time is looked up; in between it is interpolated, as of measured ones."""
+"""Microbatch sizes whose times are computed; other times are interpolated, as between measured ones."""
 
 
 def can_differ(estimator: Estimator, candidate: Candidate) -> bool:
     """Whether a candidate's microbatches may differ in size.
 
-    Poplar's allocation is for replicas that meet once per iteration.  A model file that names the sizes leaves no
-    choice, and experts are balanced over the tokens of a microbatch.
+    Poplar's allocation is for replicas that synchronise once per iteration.  A model file that names the sizes leaves
+    no choice, and the balancing loss of experts counts the tokens of a microbatch.
     """
     model, wide = estimator.model, sum(g.count for s in candidate.stages for g in s.groups)
     plain = len(candidate.stages) == 1 and candidate.schedule == "1f1b" and candidate.zero_stage < 2
@@ -33,15 +33,15 @@ def can_differ(estimator: Estimator, candidate: Candidate) -> bool:
 
 
 def unequal(estimator: Estimator, candidate: Candidate) -> Candidate | None:
-    """The candidate with the passes that Poplar's allocation gives each replica.
+    """The candidate with the microbatch sizes that Poplar's allocation gives each replica.
 
-    Every group of replicas has a curve up to the largest pass that fits its memory.
+    Every group of replicas has a curve up to the largest microbatch that fits its memory.
 
     Args:
-        candidate: One that ``can_differ``; its micro batch size does not matter.
+        candidate: A candidate that ``can_differ``; its micro batch size does not matter.
 
     Returns:
-        One with equal microbatches where that is what comes out; None where a group has no figures or no memory.
+        A candidate with equal microbatches if the allocation is even; None if a group lacks figures or memory.
     """
     groups, curves = candidate.stages[0].groups, _curves(estimator, candidate)
     if curves is None:
@@ -111,7 +111,7 @@ def _layer_s(estimator: Estimator, pool: int, tp: int, batch: int, recompute: st
 
 
 def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: str, tp: int = 1) -> tuple[Group, ...]:
-    """All replicas of these pools; the fastest only where there are fewer microbatches than replicas."""
+    """All replicas of these pools, or the fastest of them if there are fewer microbatches than replicas."""
 
     left, counts = estimator.model.global_batch_size // batch, {}
     for pool in sorted(pools, key=lambda pool: _layer_s(estimator, pool, tp, batch, recompute)):
@@ -121,9 +121,9 @@ def widest(estimator: Estimator, pools: Iterable[int], batch: int, recompute: st
 
 
 def _try_unequal(memo: CandidateCache, pools: Iterable[int], recompute: str, zero: int, bound_s: float) -> None:
-    """Passes of other sizes on other GPUs, as Poplar has them: on all pools, and without the slowest ones.
+    """Try Poplar's unequal microbatches on all pools, and without the slowest ones.
 
-    What certainly takes longer than ``bound_s`` is left out.
+    Candidates that certainly take longer than ``bound_s`` are skipped.
     """
     estimator = memo.estimator
     whole = widest(estimator, pools, 1, recompute)
@@ -139,7 +139,7 @@ def _try_unequal(memo: CandidateCache, pools: Iterable[int], recompute: str, zer
 
 
 def _least_s(estimator: Estimator, candidate: Candidate) -> float:
-    """All sequences through all layers at every GPU's best size of a pass, then the sum of the gradients."""
+    """Least seconds: all layers of all sequences at every GPU's best microbatch size, then the gradient reduction."""
     stage, model, rate = candidate.stages[0], estimator.model, 0.0
     for g in stage.groups:
         best = [(b, estimator.unit(g.pool, g.tp, b, candidate.recompute)) for b in BATCH_SIZES]
@@ -154,16 +154,16 @@ def _least_s(estimator: Estimator, candidate: Candidate) -> float:
 def search_poplar(
     estimator: Estimator, goal: Goal, progress: Progress | None = None, effort: Effort = NORMAL, bound_s: float = inf
 ) -> SearchResult:
-    """ZeRO-0, and the next stage whenever one sample does not fit; batches after measured speed.
+    """Poplar's planner: ZeRO-0, and the next stage whenever one sample does not fit; batches by measured speed.
 
-    With ZeRO-0 and 1 every GPU runs passes of its own size, and a smaller last one (``unequal``); equal
-    microbatches of every size are tried beside that.  ZeRO-2 and 3 are run by the parameter
+    With ZeRO-0 and 1 every GPU runs microbatches of its own size, and a smaller last one (``unequal``); equal
+    microbatches of every size are tried, too.  ZeRO-2 and 3 are run by the parameter
     window (schedule ``ministage`` on one stage, all its chunk counts): parameters and gradients are sharded, and
-    gathered and reduced once per ministage instead of once per microbatch.  Only where these are not allowed,
-    the outcome holds the plain forms, which ``Found.runnable`` marks as not for this runtime.
+    gathered and reduced once per ministage instead of once per microbatch.  Only where ministages are not allowed,
+    the outcome holds plain ZeRO-2 and 3, which ``Found.runnable`` marks as not for this runtime.
 
     Args:
-        bound_s: Time of a plan that is known already; slower ones are of no use.
+        bound_s: Time of a known plan; slower ones are skipped.
     """
     memo = CandidateCache(estimator, goal, progress or Progress())
     nodes, last = estimator.cluster.nodes, 3 if estimator.model.distributed_optimizer else 0
@@ -177,7 +177,7 @@ def search_poplar(
                 usable = [p for p in range(len(nodes)) if _fits(estimator, p, zero, smallest, recompute)]
                 if len(usable) < len(nodes) and zero < last:
                     continue
-                # Where one sample fits nowhere, all of them, so that the caller can say what is missing.
+                # If one sample fits nowhere, all GPUs are tried, so that the caller can name the missing memory.
                 for batch in estimator.model.batch_sizes:
                     groups = widest(estimator, usable or range(len(nodes)), batch, recompute)
                     if not groups:

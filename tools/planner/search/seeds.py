@@ -1,4 +1,4 @@
-"""Starting points: which pools, cut into how many stages, with which TP, batch and share of the GPUs."""
+"""Starting points: pools, number of stages, TP size, batch and share of the GPUs."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -20,24 +20,24 @@ USAGE = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
 SLACK = 1.02
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)  # layers of a stage for which TP sizes are chosen
 PIECES = 4
-"""Into so many pieces schedules with chunks or slices are taken to cut a microbatch, for a guess at their bubble."""
+"""Assumed pieces per microbatch under schedules with chunks or slices, for a guess at their bubble."""
 LONG_HEAD, LONG_SHARE = 1.5, 0.1
-"""Layers, and share of a stage's layers, that take as long as the output layer, from which on a vocabulary is split
-from the start: layers may balance a shorter head, but not where every stage has as many."""
+"""The vocabulary is split from the start if the output layer takes longer than this many layers, or, on stages with
+equally many layers, than this share of a stage: otherwise layers may be balanced around it."""
 MOST_WIDTHS = 24
-MOST_COMBINED = 3  # of so many pools every choice of TP sizes is looked at
+MOST_COMBINED = 3  # up to this many pools, every choice of TP sizes is tried
 IN_FLIGHT = 4  # microbatches in flight, and replicas that share the optimizer's state, for a guess at what fits
-MOST_OVER_REPLICAS = 64  # replicas that share experts, at most
+MOST_OVER_REPLICAS = 64  # most replicas that share experts
 SEED_MARGIN = 1.3  # seeds that look worse than the best so far by this factor are not evaluated
 
 
 def operating_points(
     estimator: Estimator, goal: Goal, limits: Limits, *, over_replicas: bool = False
 ) -> list[Candidate]:
-    """Batch, recompute and ZeRO stage without stages, the most promising first.
+    """Candidates without stages (batch, recompute, ZeRO stage), the most promising first.
 
     Args:
-        over_replicas: Also with experts over replicas.
+        over_replicas: Include experts over replicas.
     """
     model = estimator.model
     zeros = (0, 1) if model.distributed_optimizer else (0,)
@@ -55,7 +55,7 @@ def operating_points(
 
 
 def most_expert_parallel(estimator: Estimator) -> int:
-    """The largest part of a TP group's ranks that divide a layer's experts: whole experts make larger products."""
+    """The largest EP size inside a TP group: whole experts make larger products than cut ones."""
     x = estimator.model.experts
     return 1 if x is None else gcd(x.count, TP_SIZES[-1])
 
@@ -94,8 +94,8 @@ def partitions(estimator: Estimator, subset: tuple[int, ...]) -> list[list[tuple
 class _Cut:
     """Blocks of pools at one TP level and share of their GPUs, to be cut into stages.
 
-    Numbers of stages are in proportion to speed, units spread evenly.  Where a stage gets many units, the
-    remainder is left unused (stages of equal width fit each other).
+    Numbers of stages are in proportion to speed, replicas (units) are spread evenly.  Where a stage gets many
+    replicas, the remainder is left unused, because stages of equal width fit each other.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Cut:
         self._counted: dict[tuple[int, ...], list[list[int]]] = {}
 
     def stages(self, wanted: int) -> Groups | None:
-        """So many stages; None where that is not possible."""
+        """Cut the blocks into ``wanted`` stages; None where that is not possible."""
         if min(self._power) <= 0:
             return None
         counts = self._counts(wanted, self._most)
@@ -150,7 +150,7 @@ class _Cut:
         return known[max(0, wanted - len(self._blocks))]
 
     def fitted(self, wanted: int, layers: int) -> Groups | None:
-        """So many stages for whole numbers of layers: replicas in proportion to the layers that a stage will have.
+        """Cut the blocks into ``wanted`` stages, with replicas in proportion to each stage's whole number of layers.
 
         Blocks get layers in proportion to their speed, stages of a block the same number of layers or one more.
         """
@@ -197,10 +197,10 @@ class _Cut:
 
 
 def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, mixed: bool) -> list[dict[int, int]]:
-    """Returns one TP level everywhere (as far as nodes and figures allow), and what stages of some depth need.
+    """Returns choices of TP size per pool: one size everywhere, and the smallest that hold some numbers of layers.
 
     Args:
-        mixed: A pool of little memory may get a larger TP size than the others.
+        mixed: Include the latter, in which a pool of little memory may get a larger TP size than the others.
     """
     out: list[dict[int, int]] = []
     known = {p: [t for t in TP_SIZES if unit_rate(estimator, p, t, point) > 0] for p in subset}
@@ -234,7 +234,7 @@ def seeds(memo: CandidateCache, limit: int, limits: Limits, hope: list[float]) -
     Branches whose bound is beyond the best found so far are skipped.
 
     Args:
-        limit: So many seeds, or a few more, use each share of the GPUs.
+        limit: Number of seeds (or a few more) per share of the GPUs.
         hope: The best sketch of a seed so far, which the caller keeps up to date.
     """
     estimator, model = memo.estimator, memo.estimator.model
@@ -265,7 +265,7 @@ def seeds(memo: CandidateCache, limit: int, limits: Limits, hope: list[float]) -
 
 
 def _least(memo: CandidateCache, like: Candidate, tp: dict[int, int], used: dict[int, float]) -> float:
-    """Seconds or USD of an iteration in which so many GPUs of each pool compute all the time."""
+    """Seconds or USD of an iteration in which the GPUs of ``used`` compute all the time."""
     estimator, model = memo.estimator, memo.estimator.model
     rate = sum(unit_rate(estimator, p, tp[p], like) * n for p, n in used.items())
     seconds = model.global_batch_size * model.num_layers / rate
@@ -276,9 +276,9 @@ def _least(memo: CandidateCache, like: Candidate, tp: dict[int, int], used: dict
 def even_seeds(memo: CandidateCache, limits: Limits, count: int) -> Iterator[tuple[Groups, Candidate]]:
     """Stages with the same number of replicas, of one pool each: the most promising.
 
-    There are as many replicas as a power of two or as fill nodes.  The stages are of one pool, or of several: of
-    each as many stages as its GPUs give, the slowest first, which get the fewest layers where most is in flight, or
-    the fastest first, which have the most memory.  Those whose GPUs cannot be as fast as the best so far are left out.
+    The number of replicas is a power of two, or fills nodes.  The stages are on one pool, or on several with as many
+    stages on each as its GPUs give.  Then the slowest come first, which get the fewest layers where most is in flight,
+    or the fastest, which have the most memory.  Stages that cannot be as fast as the best so far are skipped.
     """
     estimator, model = memo.estimator, memo.estimator.model
     found: list[tuple[float, int, Groups, Candidate]] = []
@@ -312,7 +312,7 @@ def even_seeds(memo: CandidateCache, limits: Limits, count: int) -> Iterator[tup
 def with_split_vocabulary(
     estimator: Estimator, found: Iterable[tuple[Groups, Candidate]]
 ) -> Iterator[tuple[Groups, Candidate]]:
-    """Starting points as they are, and with split vocabularies where the head is long for equally many layers."""
+    """Starting points, each also with a split vocabulary where the head is long for equally many layers."""
     for groups, like in found:
         yield groups, like
         layers = estimator.model.num_layers // len(groups)
@@ -334,7 +334,7 @@ def has_long_head(estimator: Estimator, group: Group, like: Candidate, layers: i
 
 
 class _Kind(NamedTuple):
-    """Replicas of one pool at one TP size: how many there may be, and layers times sequences per second of one."""
+    """Replicas of one pool at one TP size: their largest number, and layers times sequences per second of one."""
 
     pool: int
     tp: int
@@ -343,7 +343,7 @@ class _Kind(NamedTuple):
 
 
 def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Iterator[list[_Kind]]:
-    """One kind of replica of one pool; one of each of several, with every choice of TP sizes where these are few."""
+    """Yields single kinds of replica, and combinations of one per pool (all TP choices if the pools are few)."""
     kinds: dict[int, list[_Kind]] = {}
     for pool, gpus in enumerate(limits):
         node = estimator.cluster.nodes[pool].gpus_per_node
@@ -362,7 +362,7 @@ def _even_kinds(estimator: Estimator, limits: Limits, point: Candidate) -> Itera
 
 
 def _even_counts(kinds: list[_Kind], width: int, layers: int) -> list[list[int]]:
-    """Numbers of stages of each kind of replica: of one alone every number that is searched, of several the most."""
+    """Numbers of stages of each kind of replica: for a single kind every searched number, for several the most."""
     most = [kind.most // width for kind in kinds]
     if len(kinds) > 1:
         return [most] if sum(most) <= layers else []
