@@ -40,7 +40,7 @@ def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
 
 
 MOST_OPERATIONS = 20_000
-"""Of plans with more compute operations only a few trials are simulated."""
+"""Plans with more compute operations get only a few simulated trials."""
 
 
 def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False) -> Found:

@@ -42,7 +42,7 @@ def irregularity(estimator: Estimator, candidate: Candidate) -> tuple[int, int, 
 
 
 def prefer_plain(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
-    """Of the plans that are nearly as good as the best, put the plainest first, and record the one passed over."""
+    """Put the plainest of the plans that are nearly as good as the best first, and record the one passed over."""
     if outcome.best is None or outcome.interrupted:
         return
     if outcome.best.candidate.offload and (resident := _resident(estimator, goal, outcome.best.candidate)) is not None:
@@ -116,7 +116,7 @@ def _overlaps(estimator: Estimator) -> bool:
 
 
 def _prefer_independent(estimator: Estimator, goal: Goal, outcome: SearchResult) -> None:
-    """Of the plans nearly as fast as the best, put the one first that takes least time without overlap.
+    """Put the plan first that takes least time without overlap, among those nearly as fast as the best.
 
     It must gain more without overlap than it loses with it.  Under the objective ``cost`` the cheapest plan stays.
     """
