@@ -1,7 +1,7 @@
-"""The ``--het-*`` flags.  The only place that touches argparse.
+"""The ``--het-*`` flags of a training's command line.
 
 They are read before Megatron, and before torch, is imported: a bad plan is reported in a fraction
-of a second and before any process group exists.  What is left of the command line goes to
+of a second and before any process group exists.  The remaining words of the command line are passed to
 Megatron's own parser.
 """
 
@@ -67,7 +67,7 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _add_feature(parser: argparse.ArgumentParser, feature: Feature) -> None:
-    """The flags of one feature, in a group of their own."""
+    """Add the flags of one feature, in a group of their own."""
     flagged = [option for option in feature.parameters if option.flag]
     if not flagged:
         return
@@ -94,7 +94,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[HetConfig, list[str]]:
         PlanError: The plan is bad in itself.
         SystemExit: A ``--het-*`` flag is malformed or unknown (argparse prints why).
     """
-    # Without a usage, which has all flags: errors take one line.
+    # No usage text, which would list all flags: errors take one line.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     given = [word.split("=", 1)[0] for word in argv if word.startswith("--het-")]
     if twice := next((flag for flag in given if given.count(flag) > 1), None):
@@ -134,7 +134,7 @@ _OF_THE_RUN = "het_auto_batch het_transport het_report het_trace het_trace_itera
 
 
 def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) -> HetConfig:
-    """The configuration of a run whose plan is made at its start."""
+    """The configuration of a run whose plan is made at the start (automatic batches)."""
     for name, value in vars(namespace).items():
         if name not in _OF_THE_RUN.split() and value != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} does not go with --het-auto-batch, which makes the plan")
@@ -146,7 +146,7 @@ def _auto_batch(namespace: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 
 def _of_every_run(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Returns what a run may ask for with a plan and without one, as fields of the configuration."""
+    """Returns the options of runs with and without a plan, as fields of the configuration."""
     return {
         "transport": namespace.het_transport,
         "report_dir": Path(namespace.het_report) if namespace.het_report else None,
@@ -157,7 +157,7 @@ def _of_every_run(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, ...], list[str]]:
-    """The plans of the files or, without one, that of Megatron's flags; with the schedule asked for."""
+    """The plans of the files or else the plan of Megatron's flags, with the requested schedule."""
     parameters = _schedule_parameters(namespace)
     if namespace.het_plan is None:
         schedule = ScheduleSpec(namespace.het_schedule, parameters)
@@ -169,14 +169,14 @@ def _plans(namespace: argparse.Namespace, rest: list[str]) -> tuple[tuple[Plan, 
         with errors_of(file, namespace.het_plan):
             plan = load_plan(file)
         name = namespace.het_schedule or plan.schedule.name
-        # Another schedule's parameters mean nothing to this one.
+        # The plan's parameters belong to its own schedule, not to the requested one.
         kept = plan.schedule.parameters if name == plan.schedule.name else {}
         plans.append(replace(plan, schedule=ScheduleSpec(name, {**kept, **parameters})))
     return tuple(plans), rest
 
 
 def _schedule_parameters(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The schedule's parameters among the flags that were given."""
+    """The schedule's parameters from the given flags."""
     found: dict[str, Any] = {}
     for feature in FEATURES:
         given = {o.parameter: value for o in feature.parameters if (value := _given(namespace, o)) is not None}

@@ -1,7 +1,7 @@
 """Switches the extension on in a process that is about to run ``megatron.training``.
 
 Rebinds the few functions of ``megatron.training`` that have no public hook (``megatron_patches/patches.py``).
-:func:`megatron_het.launch.start.install` is what programs call; it knows the optional packages as well.
+Programs call :func:`megatron_het.launch.start.install`, which also handles the optional packages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 Chooses = Callable[[HetConfig, list[str]], tuple[HetConfig, list[str]]]
-"""Gives a run its plan, where its flags ask for one: from configuration and Megatron's words to both."""
+"""Makes a run's plan if flags leave it to measurements: from (configuration, Megatron's words) to the same pair."""
 
 
 def install(
@@ -42,11 +42,11 @@ def install(
     choose_plan: Chooses | None = None,
     measure: Callable[[HetConfig, Platform], HetConfig] | None = None,
 ) -> HetConfig:
-    """Do what :func:`megatron_het.launch.start.install` says, errors included, without the optional packages.
+    """Does the work of :func:`megatron_het.launch.start.install`, errors included, without the optional packages.
 
     Args:
-        choose_plan: Gives the run its plan where flags leave it to measurements; default none is chosen.
-        measure: Completes a plan by what devices do, where flags say so, once there is a device; default nothing.
+        choose_plan: Makes the run's plan if flags leave it to measurements; default none is made.
+        measure: Completes a plan by measurements on the devices if flags request it; default nothing.
     """
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -89,19 +89,19 @@ def install(
 
 
 def check_outputs(config: HetConfig) -> None:
-    """Before anything starts: a folder that cannot be written to would be noticed after the training."""
+    """Refuse output folders that cannot be written to, before anything starts rather than after the training."""
     rank = int(os.environ.get("RANK", "0"))
     for file in (config.report_file(rank), config.trace_file(rank)):
         try:
             if file is not None:
                 check_target(file)
-        except FileError as error:  # of this machine perhaps, so that every rank says it
+        except FileError as error:  # perhaps only on this machine, so every rank prints it
             sys.stderr.write(f"megatron_het: rank {rank}: {error}\n")
             raise SystemExit(2) from None
 
 
 def refuse_yaml(words: list[str]) -> None:
-    """Before Megatron reads the file: its parser fails over it, and the plan's checks would never see it."""
+    """Refuse Megatron's YAML arguments before its parser reads the file and fails without a clear error."""
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
         if len(name) > 3 and "--yaml-cfg".startswith(name):
@@ -110,7 +110,7 @@ def refuse_yaml(words: list[str]) -> None:
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """One message on one rank, and a failure everywhere."""
+    """Exit on every rank; only the first one prints the error."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"megatron_het: {error}\n")
     raise SystemExit(2) from error
@@ -171,7 +171,7 @@ def _check_transport(transport: str, backend: str, device: Platform) -> None:
 
 
 def _check_platform(device: Platform, args: Any) -> None:
-    """Name the flags that this machine needs at once; without them Megatron fails one by one, late."""
+    """Name all missing flags that this machine needs at once; without them Megatron fails late, one flag at a time."""
     if getattr(args, "cuda_graph_impl", "none") != "none" and not (device.is_cuda or device.plays_cuda):
         problem = f"this machine ({device.device_name}) has no CUDA device"
         raise PlanError("--cuda-graph-impl", args.cuda_graph_impl, problem, "Leave it out")
@@ -186,7 +186,7 @@ def _check_platform(device: Platform, args: Any) -> None:
 
 
 def _check_wandb(args: Any) -> None:
-    """Where Megatron logs, which is the last rank, it looks for wandb once all groups exist."""
+    """Refuse a missing wandb early: Megatron imports it on the last rank only, after all groups exist."""
     project = getattr(args, "wandb_project", None)
     if project and args.rank == args.world_size - 1 and importlib.util.find_spec("wandb") is None:
         error = PlanError("--wandb-project", project, "wandb is not installed", "Install it, or leave the flag out")
@@ -197,12 +197,12 @@ def _check_wandb(args: Any) -> None:
 def argument_problems(config: HetConfig, device: Platform, session: HetSession, args: Any) -> Iterator[PlanError]:
     """Problems of Megatron's parsed, not yet validated arguments under a plan; one error per kind of check.
 
-    What this machine lacks is not among it; see ``Platform.unmet_flags``.
+    Flags that this machine needs are not checked here; see ``Platform.unmet_flags``.
 
     Args:
-        config: With a plan.
-        session: Of the same configuration; not open.
-        args: What Megatron's ``parse_args`` returned.
+        config: A configuration with a plan.
+        session: A session of the same configuration; not open.
+        args: The result of Megatron's ``parse_args``.
     """
     plan = config.plan
     assert plan is not None
@@ -221,13 +221,13 @@ def argument_problems(config: HetConfig, device: Platform, session: HetSession, 
 
 
 def _check_turn(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """The arguments must fit every plan of the job: its turn may come hours later."""
+    """Check the arguments against another plan of the job, which may be used only hours later."""
     with errors_of(_turn_of(plan), turns):
         megatron_args.check_arguments(plan, args, args.world_size)
 
 
 def _check_programs(plan: Plan, turns: Sequence[Plan], args: Any) -> None:
-    """Checks the programs of a plan whose session is not this one."""
+    """Checks the programs of another plan than this session's."""
     from megatron_het.runtime.session import check_programs
 
     with errors_of(_turn_of(plan), turns):
@@ -265,7 +265,7 @@ def _validate_args_hook(
                 name = torch.cuda.get_device_name(args.local_rank % torch.cuda.device_count())
                 try:
                     megatron_args.check_device_kind(plan, args.rank, name)
-                except PlanError as error:  # of this rank only
+                except PlanError as error:  # on this rank only
                     sys.stderr.write(f"megatron_het: {error}\n")
                     raise SystemExit(2) from None
             prepare(args)
@@ -278,7 +278,7 @@ def _validate_args_hook(
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
                 exit_with(error)
-            except (AssertionError, ValueError) as error:  # an elastic job goes back to the plan before
+            except (AssertionError, ValueError) as error:  # an elastic job returns to its previous plan
                 why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
                 exit_with(ValueError(f"Megatron refuses the flags under this plan: {why}"))
             megatron_args.apply_after_validation(plan, args)

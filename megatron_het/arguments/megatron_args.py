@@ -1,4 +1,4 @@
-"""The configuration of a run, and all checks of options that cannot go together.
+"""Megatron's arguments under a plan: checks of options that cannot be combined, and values that a plan sets.
 
 Every refusal names the option, its value and the reason, and happens before any process group
 exists.
@@ -81,7 +81,7 @@ _REFUSED_WHERE_MIXED = (
         for what in ("wgrads", "dgrads", "params", "activations", "tokens_per_expert")
     ),
 )
-"""Where a stage has replicas that cut weights in different ways: weights would drift apart, files be damaged."""
+"""Refusals for stages whose replicas divide weights in different ways: weights would diverge, or files be damaged."""
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
@@ -115,13 +115,13 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
 
 
 def check_device_kind(plan: Plan, rank: int, name: str) -> None:
-    """Compare the device of a rank with the kind that the plan has there.
+    """Compare the device of a rank with its kind in the plan.
 
-    Only what cannot be otherwise is an error: the driver's name has the word of another kind of the plan (``v100`` of
-    ``V100-16``), and not that of the rank's own.
+    Only a certain mismatch is an error: the driver's name has the model word of another kind of the plan (``v100`` of
+    ``V100-16``), and not that of the rank's own kind.
 
     Args:
-        name: What the driver calls its device.
+        name: The driver's name of the device.
 
     Raises:
         PlanError: The process is on a node of another kind.
@@ -146,7 +146,7 @@ def check_device_kind(plan: Plan, rank: int, name: str) -> None:
 
 
 def _model_word(kind: str) -> str:
-    """The word of a kind's name that tells models apart, empty without one."""
+    """The word of a kind's name that identifies the GPU model; empty if there is none."""
     found = [
         word for word in re.split(r"[^a-z0-9]+", kind.lower()) if re.fullmatch(r"[a-z]+[0-9]+[a-z]*|[0-9]{4}", word)
     ]
@@ -199,7 +199,7 @@ def _check_batch(plan: Plan, args: Any) -> None:
 
 
 def _check_evaluation(training: TrainingShape, args: Any) -> None:
-    """An evaluation runs the plan's batches, as many as have its samples."""
+    """Refuse an evaluation batch that is not made of whole batches of the plan."""
     sizes = {name: getattr(args, f"eval_{name}", None) for name in ("micro_batch_size", "global_batch_size")}
     size, iterations = sizes["global_batch_size"], getattr(args, "eval_iters", None) or 0
     if size is not None and iterations * size % training.global_batch_size:
@@ -250,7 +250,7 @@ def _check_parallelism(plan: Plan, args: Any) -> None:
 
 
 def _check_recompute(plan: Plan, args: Any) -> None:
-    """Flags must say what the plan says; and Megatron fails late, or with a traceback, without what it needs."""
+    """Refuse recomputation flags that contradict the plan or lack another flag, on which Megatron fails late."""
     granularity = args.recompute_granularity or ("selective" if args.recompute_activations else None)
     recompute, given = plan.training.recompute, getattr(args, "recompute_modules", None)
     if granularity not in (None, "selective" if recompute in PARTS else recompute):
@@ -268,7 +268,7 @@ def _check_recompute(plan: Plan, args: Any) -> None:
 
 
 def _check_fp8(plan: Plan, args: Any) -> None:
-    """Refuse fp8 that would not be computed, or would be scaled by what other ranks or passes have seen."""
+    """Refuse fp8 options that would have no effect, or whose scales would depend on other ranks or passes."""
     if not getattr(args, "fp8", None):
         return
     if args.transformer_impl != "transformer_engine":
@@ -290,7 +290,7 @@ def _check_fp8(plan: Plan, args: Any) -> None:
 
 
 def _check_delayed_scaling(plan: Plan, args: Any) -> None:
-    """Refuse what delayed scaling is not for; the largest values are reduced over the TP ranks of a replica."""
+    """Refuse options that delayed scaling does not support; its maxima are reduced over a replica's TP ranks."""
     if getattr(args, "first_last_layers_bf16", False):
         raise PlanError(
             "--first-last-layers-bf16", True, "delayed scaling is of all layers at once", "Use --fp8-recipe tensorwise"
@@ -311,7 +311,7 @@ def _check_delayed_scaling(plan: Plan, args: Any) -> None:
 
 
 def _check_fp8_rows(plan: Plan, args: Any, unit: int) -> None:
-    """Products in fp8 need a multiple of so many tokens on every rank."""
+    """Refuse numbers of tokens per rank that are no multiple of ``unit``, which matrix products in fp8 need."""
     cutting, training = cutting_of(plan), plan.training
     tokens = cutting.nominal if cutting.is_even else cutting.unit
     for number, stage in enumerate(plan.stages):
@@ -331,7 +331,7 @@ def _check_fp8_rows(plan: Plan, args: Any, unit: int) -> None:
 
 
 def check_skipping(plan: Plan, args: Any) -> None:
-    """Megatron reads the batches of a skipped iteration from one iterator, and has several with several chunks.
+    """Refuse skipped iterations with several chunks: Megatron reads their batches from one of several iterators.
 
     Raises:
         PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
@@ -356,7 +356,7 @@ def _check_checkpoint(plan: Plan, args: Any) -> None:
 
 
 def check_async_save(args: Any) -> None:
-    """Compare Megatron's parsed arguments with what asynchronous saving needs.
+    """Refuse Megatron's parsed arguments with which asynchronous saving cannot work.
 
     Raises:
         PlanError: Megatron would switch it off without an error, or fail at the first save.
@@ -374,7 +374,7 @@ def check_async_save(args: Any) -> None:
 
 
 def environment_of(plan: Plan) -> dict[str, str]:
-    """Environment variables that every rank of the plan needs before CUDA starts, where they are not set yet.
+    """Environment variables that every rank of the plan needs before CUDA starts, unless they are set already.
 
     With tensor parallelism Megatron refuses to start on GPUs before Blackwell unless there is one hardware
     queue, which keeps communication kernels in the order in which they were launched.
@@ -383,15 +383,15 @@ def environment_of(plan: Plan) -> dict[str, str]:
 
 
 def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
-    """Write what the plan says into Megatron's arguments, before they are validated.
+    """Set Megatron's arguments from the plan, before they are validated.
 
     Args:
         plan: The checked plan.
-        placement: Its lookup tables.
+        placement: The plan's lookup tables.
         rank: This world rank.
 
     Returns:
-        The world size to show to Megatron's validation: one replica of every stage at this rank's
+        The world size for Megatron's validation: one replica of every stage at this rank's
         TP size, so that the data-parallel size, by which microbatches are counted, becomes 1.
     """
     where = placement.locate(rank)
@@ -423,20 +423,20 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:
-        # Padding depends on TP; one multiple for all gives one vocabulary for all.
+        # Padding of the vocabulary depends on TP; one multiple for all ranks gives all the same size.
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
     is_unequal = _has_unequal_classes(placement)
     reads_by = getattr(args, "ckpt_fully_parallel_load_process_group", "dp")
     if is_unequal or reads_by != "dp" or any(len(placement.classes(s)) > 1 for s in range(placement.num_stages)):
-        # Ranks in a group of one read in one step, others in two, and all ranks begin each step together; of what is
-        # read, all ranks together may have each object once only.
+        # Ranks in a group of one read in one step, others in two, but all ranks begin each step together.  And each
+        # object may be read only once by all ranks together.
         args.ckpt_fully_parallel_load = False
     if getattr(args, "ckpt_assume_constant_structure", False) and is_unequal:
         # Megatron's cache of who saves what is empty on ranks without replicas; from the second save on these
         # would wait for a collective that the others skip.
         args.ckpt_fully_parallel_save = False
     if len(cuts) > 1 or plan.model.embeds_twice:
-        # Several local shapes or copies per key: right under a plan, an error to this check.
+        # Several local shapes or copies per key are correct under a plan, but this check refuses them.
         args.ckpt_load_validate_sharding_integrity = False
     return tp * placement.num_stages
 
@@ -452,7 +452,7 @@ def _has_unequal_classes(placement: Placement) -> bool:
 
 
 def apply_after_validation(plan: Plan, args: Any) -> None:
-    """Write what is the executor's own way into Megatron's arguments, after they are validated.
+    """Set those of Megatron's arguments for the executor that its validation would refuse or change.
 
     Validation refuses several chunks in a pipeline of one stage, because its own interleaved
     schedule needs a second stage; the rest of Megatron takes any layout.  It also switches the common start of

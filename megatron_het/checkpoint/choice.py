@@ -1,7 +1,7 @@
-"""Which checkpoint to load: the newest one whose files are whole.
+"""Choice of the checkpoint to load: the newest one whose files are complete.
 
-Megatron loads what the tracker file names, and ends when that cannot be read; with an empty tracker it ends
-without an error.  Here a checkpoint that is damaged or missing is named, and the one before is taken.
+Megatron loads the checkpoint in the tracker file, and ends if that cannot be read; with an empty tracker it ends
+without an error.  Here a damaged or missing checkpoint is reported, and the one before is loaded.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from megatron_het.safe_io.reading import check_regular
 
 # Checksums beside the files of a checkpoint: written after a save, compared before a load.
 #
-# Every rank keeps those of the files that it wrote in ``het-checksums-<rank>.json``; rank 0 those of the
-# checkpoint's own description too.  They are computed from the files, in a thread, while training goes on.  A
-# checkpoint without them, such as one of stock Megatron, is compared with its description only: which files it
-# must have, and how long they are at least.
+# Every rank writes the checksums of its own files to ``het-checksums-<rank>.json``; rank 0 also those of the
+# files that describe the checkpoint.  They are computed from the files, in a thread, while training goes on.  A
+# checkpoint without them, such as one of stock Megatron, is compared with its description only: the files that it
+# must have, and their minimum lengths.
 
 _PREFIX = "het-checksums-"
 _DESCRIPTION = (".metadata", "metadata.json")
@@ -39,8 +39,8 @@ def checksum(path: Path) -> dict[str, int]:
     """Length and CRC-32 of a file: ``{"bytes": ..., "crc32": ...}``.
 
     Raises:
-        FileError: It is no regular file.
-        OSError: It cannot be read.
+        FileError: The path is no regular file.
+        OSError: The file cannot be read.
     """
     value, length = 0, 0
     check_regular(path, os.stat(path).st_mode)
@@ -61,7 +61,7 @@ def written_by(folder: Path, rank: int) -> list[Path]:
 
 
 def write_checksums(folder: Path, rank: int) -> Path:
-    """Write the checksums of a rank's files; returns where."""
+    """Write the checksums of a rank's files; returns the path of the checksum file."""
     files = {path.name: checksum(path) for path in written_by(folder, rank)}
     target = folder / f"{_PREFIX}{rank}.json"
     scratch = target.with_suffix(".tmp")
@@ -71,28 +71,28 @@ def write_checksums(folder: Path, rank: int) -> Path:
 
 
 def invalidate(folder: Path, *, described: bool) -> None:
-    """Remove the checksums of a folder that is about to be written again, and its description unless ``described``."""
+    """Before a folder is overwritten, remove its checksums and, unless ``described``, its description."""
     for path in (*folder.glob(f"{_PREFIX}*.json"), *(folder / name for name in _DESCRIPTION if not described)):
         path.unlink(missing_ok=True)
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, int]]:
-    """Checksums of a checkpoint by file name; files that nobody noted are missing."""
+    """Checksums of a checkpoint by file name, for files that have one."""
     found: dict[str, dict[str, int]] = {}
     for path in sorted(folder.glob(f"{_PREFIX}*.json")):
         try:
             files = read_json(path)["files"].items()
             found.update((name, {"bytes": int(noted["bytes"]), "crc32": int(noted["crc32"])}) for name, noted in files)
         except (FileError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # a note that was cut short: its files count as not noted
+            continue  # an incomplete checksum file: its entries do not count
     return found
 
 
 def needed_bytes(folder: Path) -> Mapping[str, int]:
-    """The least length of every data file, from the description that torch writes last.
+    """The minimum length of every data file, from the description that torch writes last.
 
     Raises:
-        Exception: Whatever reading a damaged description raises.
+        Exception: Any error of reading a damaged description.
     """
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -106,11 +106,11 @@ def needed_bytes(folder: Path) -> Mapping[str, int]:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Returns what is wrong with a checkpoint, as far as its files tell; empty when nothing is.
+    """Returns the problems of a checkpoint's files; empty if there are none.
 
     Args:
-        part: Which share of the checksums to compare; missing and short files are found in any.
-        parts: Over how many ranks these are shared.
+        part: Index of the share of checksums to compare; missing and short files are found with any share.
+        parts: Number of ranks that share the checksums.
     """
     if not folder.is_dir():
         return [f"there is no {folder.name}"]
@@ -132,7 +132,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Returns what is wrong with the files that describe a checkpoint, before anything of them is believed."""
+    """Returns the problems of the files that describe a checkpoint, before their contents are used."""
     names = (name for name in (*_DESCRIPTION, _COMMON) if name in noted or (folder / name).exists())
     found = [text for name in names if (text := _wrong(folder / name, noted.get(name)))]
     if not found:
@@ -146,7 +146,7 @@ def _wrong_description(folder: Path, noted: Mapping[str, Mapping[str, int]]) -> 
 
 
 def _wrong(path: Path, noted: Mapping[str, int] | None = None, least: int = 0) -> str:
-    """Returns what is wrong with a file, by the checksum that was noted of it, and by the bytes that it must have."""
+    """Returns the problem of a file against its recorded checksum or its minimum length; empty if there is none."""
     try:
         check_regular(path, path.stat().st_mode)
         if (size := path.stat().st_size) < least:
@@ -158,7 +158,7 @@ def _wrong(path: Path, noted: Mapping[str, int] | None = None, least: int = 0) -
 
 
 class ChecksumWriter:
-    """Notes the checksums of what this rank saves, once a save is complete, and that this job saves there."""
+    """Writes the checksums of this rank's files after each complete save, and marks the folder as this job's."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -168,9 +168,9 @@ class ChecksumWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, folders: Sequence[Path], iteration: int) -> None:
-        """A save begins into one of the folders where checkpoints of this run are saved, of all kinds.
+        """Register a save that begins in one of ``folders``: of ordinary or of non-persistent checkpoints.
 
-        If it is cut short, an older checkpoint of that iteration is there in part, and must not count as whole.
+        If the save is interrupted, parts of an older checkpoint of the iteration remain and must not count as whole.
 
         Raises:
             CheckpointError: Another job has saved into the first folder since this one did; on the first rank.
@@ -181,12 +181,12 @@ class ChecksumWriter:
         for folder in folders:
             save = _Save(folder / f"iter_{iteration:07d}", iteration, _tracker(folder)[1])
             if self._rank == 0:
-                # Of two kinds it is not known which one is written, and the other one stands.
+                # With two folders it is not known which one is written, and the other one must stay valid.
                 invalidate(save.folder, described=len(folders) > 1)
             self._due.append(save)
 
     def _claim(self, folder: Path, iteration: int) -> None:
-        """Say in a folder which job saves there; a job takes over from the one before with its first save."""
+        """Mark a folder as this job's; the first save of a job takes the folder over from an earlier job."""
         if folder == self._claimed:
             self._check_claim()
         self._claimed = None
@@ -199,7 +199,7 @@ class ChecksumWriter:
         """Raise CheckpointError if another job saves into the folder, too.
 
         Args:
-            saves: Complete ones.  One of an iteration that the other job has begun to save meanwhile is undone.
+            saves: Complete saves.  If the other job has begun to save the same iteration, that save is invalidated.
         """
         if self._claimed is None:
             return
@@ -217,7 +217,7 @@ class ChecksumWriter:
             )
 
     def poll(self) -> None:
-        """Start noting what has become complete; called between iterations.
+        """Start writing the checksums of saves that are complete now; called between iterations.
 
         Raises:
             CheckpointError: Another job has begun to save into the first folder meanwhile; on the first rank.
@@ -226,41 +226,41 @@ class ChecksumWriter:
             return
         complete = [save for save in self._due if save.is_complete()]
         if complete:
-            last = complete[-1].iteration  # of several kinds of checkpoints of one iteration one was written
+            last = complete[-1].iteration  # of the folders of one iteration only one was written
             self._due = [save for save in self._due if save.iteration > last]
             self._check_claim(complete)
             self._thread = threading.Thread(target=self._write, args=(complete,), daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what is being noted."""
+        """Wait until the checksums are written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _write(self, saves: "Iterable[_Save]") -> None:
         for save in saves:
-            # Deleted meanwhile, or a full disk: the checkpoint stands without checksums.
+            # Deleted meanwhile, or a full disk: the checkpoint stays valid without checksums.
             with contextlib.suppress(OSError):
                 write_checksums(save.folder, self._rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save that has begun: where, of which iteration, and when the folder's tracker was written before."""
+    """A save that has begun: its folder, its iteration, and when the tracker was last written before it."""
 
     folder: Path
     iteration: int
     before_ns: int
 
     def is_complete(self) -> bool:
-        """Whether the tracker has been written since, which is the last thing that a save does."""
+        """Whether the tracker has been written since; a save writes it last."""
         iteration, written_ns = _tracker(self.folder.parent)
         return iteration >= self.iteration and written_ns != self.before_ns
 
 
 def _tracker(folder: Path) -> tuple[int, int]:
-    """The iteration that a folder's tracker names and when it was written; -1 and 0 without one."""
+    """The iteration in a folder's tracker file and the file's time of modification; -1 and 0 without one."""
     path = folder / TRACKER
     try:
         return int(read_text(path, _TRACKER_BYTES)), path.stat().st_mtime_ns
@@ -276,7 +276,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class CheckpointError(ValueError):
-    """There is nothing that can be loaded; the message says what was looked at and what to do."""
+    """No checkpoint can be loaded; the message names what was tried and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,20 +285,20 @@ class Candidate:
 
     iteration: int
     folder: Path
-    persistent: bool = True  # whether it is an ordinary one, as opposed to a non-persistent one
+    persistent: bool = True  # False for a non-persistent checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Holds what to load."""
+    """Checkpoint to load, and the problems of newer ones."""
 
-    candidate: Candidate | None  # the checkpoint; None to leave everything to Megatron
-    tracker_is_broken: bool = False  # whether the tracker file exists and names no iteration
-    notes: tuple[str, ...] = ()  # what was found wrong on the way, for the user
+    candidate: Candidate | None  # the checkpoint; None to leave the choice to Megatron
+    tracker_is_broken: bool = False  # whether the tracker file exists but has no iteration
+    notes: tuple[str, ...] = ()  # problems of newer checkpoints, for the user
 
 
 def tracked(folder: Path) -> int | str | None:
-    """Returns what a tracker file names: an iteration, ``"release"``, ``""`` for nothing readable; None without one."""
+    """Returns the content of a tracker file: an iteration, ``"release"``, ``""`` if unreadable; None without a file."""
     if not (folder / TRACKER).exists():
         return None
     try:
@@ -319,26 +319,26 @@ def candidates(folder: Path, limit: int | None, persistent: bool = True) -> list
 
 
 def non_persistent_folder(args: Any, beside: str) -> Path | None:
-    """Where non-persistent checkpoints are that belong to a folder of others, None without such."""
+    """Folder of the non-persistent checkpoints of a run; ``beside`` is the ordinary folder.  None without any."""
     if args.non_persistent_ckpt_type != "global":
         return None
     return Path(args.non_persistent_global_ckpt_dir or os.path.join(beside, _NON_PERSISTENT))
 
 
 def save_folders(args: Any) -> list[Path]:
-    """Where checkpoints of a run are saved: ordinary ones and, if there are such, non-persistent ones."""
+    """Folders in which a run saves checkpoints: ordinary ones and, if there are any, non-persistent ones."""
     temporary = non_persistent_folder(args, args.save) if args.save else None
     return [Path(folder) for folder in (args.save, temporary) if folder]
 
 
 def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
-    """The newest checkpoint that can be loaded, and what is wrong with newer ones.
+    """The newest checkpoint that can be loaded, and the problems of newer ones.
 
     Args:
-        agree: Problems of a checkpoint, the same on all ranks.
+        agree: Returns the problems of a checkpoint, the same on all ranks.
 
     Raises:
-        CheckpointError: There are checkpoints, or one was asked for, and none can be loaded.
+        CheckpointError: There are checkpoints, or one was requested, and none can be loaded.
     """
     folder = Path(args.load)
     latest = tracked(folder)
@@ -368,7 +368,7 @@ def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         notes.append(f"checkpoint {candidate.folder} cannot be loaded: {found[0]}{more}")
     if latest is None and not asked and not args.exit_on_missing_checkpoint:
-        return Choice(None, notes=tuple(notes))  # a first save that was cut short: training starts anew
+        return Choice(None, notes=tuple(notes))  # an interrupted first save: training starts from scratch
     raise CheckpointError(
         f"--load = {str(folder)!r}: {'; '.join(notes) or 'there is no checkpoint'}. "
         "Restore the files, name another iteration with --ckpt-step, or start without --load"
@@ -376,7 +376,7 @@ def choose(args: Any, agree: Callable[[Candidate], Sequence[str]]) -> Choice:
 
 
 def agreed_problems(candidate: Candidate) -> list[str]:
-    """Problems that any rank found, in the order of ranks; collective.  Ranks share the reading."""
+    """Problems found by any rank, in the order of ranks; collective.  Each rank reads a share of the files."""
     import torch.distributed as dist
 
     mine = problems(candidate.folder, dist.get_rank(), dist.get_world_size())
@@ -391,17 +391,17 @@ def agreed_problems(candidate: Candidate) -> list[str]:
 
 
 class UnreadableError(ValueError):
-    """Holds what a checkpoint says about itself cannot be read."""
+    """The common state of a checkpoint cannot be read."""
 
 
 def common_state(folder: Path) -> dict[str, Any]:
-    """Returns what all ranks of a checkpoint have in common; raises UnreadableError if it cannot be read."""
+    """Returns the state that all ranks of a checkpoint share; raises UnreadableError if it cannot be read."""
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         return dist_checkpointing.load_common_state_dict(str(folder))
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
+    except (Exception, CheckpointException) as error:  # CheckpointException is no subclass of Exception
         cause = str(error).strip().splitlines()[-1:] or [""]
         raise UnreadableError(f"its common state cannot be read ({type(error).__name__}: {cause[0]})") from None
 
@@ -410,9 +410,9 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
     """Refuse a checkpoint whose optimizer state has another form than this run's.
 
     Raises:
-        CheckpointError: There is none; one was saved with the distributed optimizer and the other without, with
-            another optimizer, or by its layout.
-        UnreadableError: It says nothing.
+        CheckpointError: The checkpoint has no optimizer state, or one of another optimizer, one saved with the
+            distributed optimizer for a run without it or the reverse, or one in a form that depends on the layout.
+        UnreadableError: The checkpoint's common state cannot be read.
     """
     if args.no_load_optim or args.finetune:
         return
@@ -450,7 +450,7 @@ REMEDY = "Add --override-opt_param-scheduler (this run's) or --use-checkpoint-op
 
 
 def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
-    """Refuse another learning rate than the checkpoint's, unless it is said which of them goes on."""
+    """Refuse another learning rate than the checkpoint's, unless a flag selects one of the two."""
     if any(getattr(args, f"{which}_opt_param_scheduler", False) for which in ("override", "use_checkpoint")):
         return
     for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style"):
@@ -461,9 +461,9 @@ def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
 
 
 def check_tracked_form(args: Any) -> None:
-    """Calls :func:`check_optimizer_state` for what the tracker names, before groups exist; raises CheckpointError.
+    """Calls :func:`check_optimizer_state` for the tracker's checkpoint, before groups exist; raises CheckpointError.
 
-    A checkpoint that cannot be read passes: which one is loaded instead is found out later, by all ranks.
+    An unreadable checkpoint passes: later all ranks together choose another one.
     """
     if not args.load:
         return
@@ -482,10 +482,10 @@ def check_tracked_form(args: Any) -> None:
 
 
 def repair_tracker(folder: Path, candidate: Candidate) -> None:
-    """Let a tracker file that names no iteration name the checkpoint that is loaded.
+    """Write the iteration of the loaded checkpoint into a tracker file that has none.
 
     Raises:
-        CheckpointError: It cannot be written.
+        CheckpointError: The tracker cannot be written.
     """
     path = folder / TRACKER
     try:

@@ -27,35 +27,35 @@ from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECU
 
 # Checkpoints of a GPTModel for the equal HybridModel, and the other way round, while they are loaded.
 #
-# A layer of a GPTModel is two of a hybrid model, attention and what follows it, which are paired by the order in which
-# they come.  Nothing in the checkpoint changes: the run asks for its own tensors by the names that the checkpoint has
-# for them.  Some checkpoints of a GPTModel have the tensors of all layers in one, others one tensor for each layer:
-# Megatron knows the former only, for layers of Transformer Engine and in one direction.
+# A layer of a GPTModel is two layers of a hybrid model, attention and the MLP or experts after it; they are paired by
+# their order.  The checkpoint is not changed: the run requests its own tensors under their names in the checkpoint.
+# Some checkpoints of a GPTModel stack the tensors of all layers in one, others have a tensor for each layer.
+# Megatron's own translation handles the former only, for layers of Transformer Engine and in one direction.
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(?:(\d+)\.)?(.*)", re.DOTALL)
 _OF_ATTENTION = ("input_layernorm", "self_attention")
-# Norms are saved as parts of what follows them, where a model has a kernel for both or is saved as if it had.
+# A norm is saved as part of the module after it, if the model has a fused layer for both or is saved as if it had.
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-_UPSTREAM = "_maybe_setup_gpt_to_hybrid_load"  # Megatron's own translation, of some of them (0.19.2 and later)
+_UPSTREAM = "_maybe_setup_gpt_to_hybrid_load"  # Megatron's own translation of some checkpoints (0.19.2 and later)
 _NORMS = {"hybrid": "decoder.final_norm.", "gpt": "decoder.final_layernorm."}
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """How tensors of this run are called in a checkpoint of the other family."""
+    """Maps names of this run's tensors to those in a checkpoint of the other model family."""
 
-    attention: dict[int, int]  # the checkpoint's layer for each of this run's layers that has attention
-    rest: dict[int, int]  # the same for each that has an MLP or experts
-    norms: tuple[str, str]  # the end of the model in this run, and in the checkpoint
-    stacked: int  # how many layers the checkpoint has in one tensor; 0 where each has its own
+    attention: dict[int, int]  # the checkpoint's layer for each of this run's layers with attention
+    rest: dict[int, int]  # the same for each layer with an MLP or experts
+    norms: tuple[str, str]  # name of the model's final norm in this run, and in the checkpoint
+    stacked: int  # number of layers that the checkpoint stacks in one tensor; 0 if each has its own
     layers: int
     saved: frozenset[str]  # all names in it
 
     def of_state(self, state: Any) -> Any:
-        """A state dict that asks for what is in the checkpoint."""
+        """Returns a state dict with the names of the checkpoint."""
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
         return dict_list_map_outplace(self._load_entry, state)
@@ -92,7 +92,7 @@ class Translation:
                 return LocalNonpersistentObject(entry.data)
             place = ((self.stacked,), (saved,)) if self.stacked else ((1,), (0,))
             return replace(entry, key=key, global_shape=place[0], global_offset=place[1])
-        own = 0 if number is not None else 1  # the dimension of layers, where this run has them in one tensor
+        own = 0 if number is not None else 1  # the dimension of layers, if this run stacks them in one tensor
         first = ((self.stacked,), (saved,), (self.stacked,)) if self.stacked else ((), (), ())
         return replace(
             entry,
@@ -104,7 +104,7 @@ class Translation:
         )
 
     def _is_new(self, entry: Any) -> bool:
-        """Whether a tensor is of a layer that a GPTModel has not, and begins anew, or an empty object."""
+        """Whether an entry is empty, or of a layer that a GPTModel does not have, so that it is not loaded."""
         key = getattr(entry, "key", None)
         if not isinstance(key, str):
             return False
@@ -115,7 +115,7 @@ class Translation:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """A parameter's name in its layer, and the other one if it is of a norm."""
+    """Yields a parameter's name within its layer, and for a norm the alternative name."""
     yield name
     for pair in _FUSED:
         for one, other in (pair, pair[::-1]):
@@ -124,10 +124,10 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def translation_for(args: Any, folder: Path) -> Translation | None:
-    """Returns the translation that a checkpoint needs to be loaded; None where it is of this run's family.
+    """Returns the translation for loading a checkpoint; None if it is of this run's model family.
 
     Raises:
-        CheckpointError: It is of the other family, and not of the equal model.
+        CheckpointError: The checkpoint is of the other family, but not of an equivalent model.
     """
     from megatron.core import dist_checkpointing
 
@@ -156,7 +156,7 @@ def translation_for(args: Any, folder: Path) -> Translation | None:
 
 
 def _layers_in(saved: Mapping[str, Any]) -> tuple[int, int]:
-    """Layers of a checkpoint, and how many of them it has in one tensor."""
+    """Number of layers in a checkpoint, and how many of them it stacks in one tensor."""
     numbers, stacked = set(), 0
     for key, entry in saved.items():
         found = _LAYER.fullmatch(key)
@@ -170,11 +170,11 @@ def _layers_in(saved: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _paired(pattern: str, folder: Path, new: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
-    """The GPTModel's layer of every layer of attention in a pattern, and of every layer of the rest.
+    """The GPTModel's layer for every attention layer of a pattern, and for every layer with an MLP or experts.
 
     Args:
-        folder: Of the checkpoint, for messages.
-        new: Layers that may have none.
+        folder: Folder of the checkpoint, for messages.
+        new: Symbols of layers that need no counterpart.
     """
     layers = layers_of(pattern)
     attention = [at for at, symbol in enumerate(layers) if symbol in WITH_ATTENTION]
@@ -198,7 +198,7 @@ def _paired(pattern: str, folder: Path, new: Sequence[str]) -> tuple[dict[int, i
 
 @contextlib.contextmanager
 def translated(args: Any, translation: Translation | None) -> Iterator[None]:
-    """Load a checkpoint of the other family as one of this run's; None for one of this family."""
+    """Context in which a checkpoint of the other family is loaded like one of this run's; None changes nothing."""
     from megatron.training import checkpointing
     from megatron.training.utils import print_rank_0
 
@@ -214,25 +214,25 @@ def translated(args: Any, translation: Translation | None) -> Iterator[None]:
     own: dict[str, Any] = {"generate_state_dict": generate_state_dict}
     if hasattr(checkpointing, _UPSTREAM):
         own[_UPSTREAM] = lambda *_: (None, False)
-    with replaced(checkpointing, **own), replaced(args, num_layers=translation.layers):  # which Megatron compares
+    with replaced(checkpointing, **own), replaced(args, num_layers=translation.layers):  # compared by Megatron
         yield
 
 
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What Megatron tells groups of parameters apart by, though another learning rate may be asked for on resuming."""
+"""Keys by which Megatron matches parameter groups, although a resumed run may have another learning rate."""
 KIND = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_expert_parallel", "default_config", "optimizer")
-"""What else tells them apart; ``default_config`` is false of ``--decoupled-lr`` and of learning rates of muP."""
-NOTHING_TO_LOAD = ""  # Megatron's ``--load`` where its loading is called and there is no checkpoint to load
+"""Other keys for matching groups; ``default_config`` is False for ``--decoupled-lr`` and for learning rates of muP."""
+NOTHING_TO_LOAD = ""  # value of Megatron's ``--load`` if its loading is called without a checkpoint
 
 
 class LoadHook:
     """Builds the replacement of ``megatron.training.training.load_checkpoint``.
 
-    Upstream decides by comparing *this rank's* TP size with the one in the checkpoint, which under
-    a plan differs from rank to rank: all ranks get to see the TP size of the first replica.
+    Upstream compares *this rank's* TP size with the one in the checkpoint.  Under a plan TP sizes differ
+    from rank to rank, so all ranks are shown the TP size of the first replica.
 
     Args:
-        restore: Called first with model, optimizer and scheduler; where it returns something, that is it.
+        restore: Called first with model, optimizer and scheduler; a result other than None replaces the loading.
         prepare: Called with model and optimizer before a checkpoint is loaded into them.
     """
 
@@ -260,13 +260,13 @@ class LoadHook:
                 if restored is not None:
                     return restored
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
-            shown["no_save_optim"] = False  # Megatron would ask for no moments, and train on with what is in memory
+            shown["no_save_optim"] = False  # Megatron would not load the moments, and train on with those in memory
             folder: Path | None = None
             translation: Translation | None = None
             if args.load and keywords.get("load_arg", "load") == "load":
                 folder, translation, chosen = whole_checkpoint(args)
                 shown |= chosen
-            if positional:  # in any other way it is called for a model that is not the one that trains
+            if positional:  # calls in any other form are for a model that is not trained
                 self._prepare(*positional[:2])
             optimizer = positional[1] if len(positional) > 1 else None
             with (
@@ -308,7 +308,7 @@ def _refuse(why: object) -> NoReturn:
 
 @contextlib.contextmanager
 def _with_a_remedy() -> Iterator[None]:
-    """Another schedule than the checkpoint's ends in one line; Megatron fails on every rank and names no remedy."""
+    """Turns Megatron's error for another learning-rate schedule than the checkpoint's into one line with a remedy."""
     try:
         yield
     except AssertionError as error:
@@ -318,9 +318,9 @@ def _with_a_remedy() -> Iterator[None]:
 
 
 def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:
-    """Keep gradients in fp16 as large as stock Megatron made them: its scale is of sums, a plan's nearly of means."""
+    """Adapt a stock checkpoint's fp16 loss scale: stock scales sums of losses, a plan losses divided by ``divisor``."""
     scales_sums = getattr(saved, "fp16", False) and getattr(saved, "calculate_per_token_loss", False)
-    if hasattr(saved, "het_topology") or not scales_sums or saved.loss_scale:  # a constant one is in no checkpoint
+    if hasattr(saved, "het_topology") or not scales_sums or saved.loss_scale:  # constant scales are not saved
         return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if scaler := getattr(part, "grad_scaler", None):
@@ -328,14 +328,14 @@ def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:
 
 
 def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[str, Any]]:
-    """Returns what Megatron's arguments must be for it to load the newest checkpoint that is whole; collective.
+    """Chooses the newest complete checkpoint, and Megatron's arguments to load it; collective.
 
     Returns:
-        Its folder, None where the choice is Megatron's; how it is read where it is of the other family of models;
-        attributes to set while it loads.
+        Its folder, or None to leave the choice to Megatron; the translation if it is of the other model family;
+        attributes of the arguments to set while it is loaded.
 
     Raises:
-        SystemExit: There is none, or it does not fit; the first rank says why.
+        SystemExit: There is none, or it does not fit; the first rank prints why.
     """
     from megatron.training.utils import print_rank_0
 
@@ -360,7 +360,7 @@ def whole_checkpoint(args: Any) -> tuple[Path | None, Translation | None, dict[s
 
 
 def check_strictness(args: Any, folder: Path) -> None:
-    """Refuse to load all of a checkpoint where some of it belongs to another layout; raises CheckpointError."""
+    """Refuse strict loading of a checkpoint if some of its entries depend on the layout; raises CheckpointError."""
     from megatron.core import dist_checkpointing
 
     if args.dist_ckpt_strictness != "raise_all":
@@ -374,14 +374,14 @@ def check_strictness(args: Any, folder: Path) -> None:
 
 
 def _with_matched_groups(optimizer: Any, args: Any) -> contextlib.AbstractContextManager[None]:
-    """Let groups of parameters be found in a checkpoint that was trained with other learning rates."""
+    """Context that matches parameter groups with those of a checkpoint with other learning rates."""
     keeps = bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))
     if optimizer is None or not (keeps or getattr(args, "override_opt_param_scheduler", False)):
         return contextlib.nullcontext()
 
     def load_state_dict(load: Callable[[Any], None], state_dict: Any) -> None:
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        current = [group for part in parts for group in part.optimizer.param_groups]  # made anew until now
+        current = [group for part in parts for group in part.optimizer.param_groups]  # the groups of the new optimizer
         match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
@@ -389,7 +389,7 @@ def _with_matched_groups(optimizer: Any, args: Any) -> contextlib.AbstractContex
 
 
 def _with_own_form(optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Give each of a rank's optimizers its part of a state that has the form of one."""
+    """Context that gives each of a rank's optimizers its part of a state saved as one optimizer's."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     is_experts = len(parts) == 2 and any(group.get("is_expert_parallel") for group in parts[1].param_groups)
     if optimizer is None or (len(parts) > 1 and not is_experts):
@@ -399,7 +399,7 @@ def _with_own_form(optimizer: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _calling(optimizer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a method of an optimizer be a function that gets the method, and what the method is called with."""
+    """Context that replaces an optimizer's method by a function of the original method and its arguments."""
     method, was_own = getattr(optimizer, name), name in vars(optimizer)
     setattr(optimizer, name, functools.partial(function, method))
     try:
@@ -411,7 +411,7 @@ def _calling(optimizer: Any, name: str, function: Callable[..., Any]) -> Iterato
 
 
 def _without_absent_moments(optimizer: Any, folder: Path | None) -> contextlib.AbstractContextManager[None]:
-    """Ask for no moments where a checkpoint has none, because it was saved before the first update."""
+    """Context that loads no moments if the checkpoint has none, because it was saved before the first update."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
@@ -435,15 +435,15 @@ def _without_absent_moments(optimizer: Any, folder: Path | None) -> contextlib.A
 
 
 def match_groups(current: list[dict[str, Any]], saved: list[dict[str, Any]], *, keep_saved: bool) -> None:
-    """Give groups that differ by their schedule alone one schedule.
+    """Copy the schedule between matching parameter groups that differ by it alone.
 
     Args:
         current: The optimizer's groups.
-        saved: Those of a checkpoint.
-        keep_saved: Whether the checkpoint's schedule is the one that goes on.
+        saved: The groups of a checkpoint.
+        keep_saved: Whether training continues with the checkpoint's schedule.
     """
     for group in saved:
-        # Older releases do not write all that tells groups apart.
+        # Older releases do not write all keys of groups.
         alike = [one for one in current if all(one.get(key) == group.get(key, one.get(key)) for key in KIND)]
         if len(alike) == 1:
             source, target = (group, alike[0]) if keep_saved else (alike[0], group)
@@ -455,5 +455,5 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, dict):
         yield from state.get("param_groups", ())
         state = [value for key, value in state.items() if key != "param_groups"]
-    for part in state if isinstance(state, list) else ():  # a list where experts have an optimizer of their own
+    for part in state if isinstance(state, list) else ():  # a list if experts have an optimizer of their own
         yield from _saved_groups(part)

@@ -3,10 +3,10 @@
 - Layers are keyed one by one (``non_homogeneous_layers``), because a stacked key needs one local
   shape for all layers and stages may have different TP.  The flag is stored in the checkpoint, so
   that any reader, stock Megatron included, uses the same keys.
-- Of several classes of replicas of a stage the primary one writes; of tied embeddings the model's first chunk does.
-- Random-number states are kept per world rank under an own key, and only loaded again under the
-  same topology.  To stock Megatron the checkpoint says that it has none: its own key is a grid of
-  (pipeline, tensor) ranks, which a plan does not have.
+- Of several classes of replicas of a stage the first one writes; the model's first chunk writes tied embeddings.
+- Random-number states are saved per world rank under a key of their own, and only loaded under the
+  same topology.  The checkpoint has none under Megatron's key, which stands for a grid of (pipeline,
+  tensor) ranks that a plan does not have.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ RANDOM_STATE_KEY = "het_random_state"
 
 
 def random_state_object(load: bool = False) -> Any:
-    """This rank's states as a ShardedObject keyed by world rank; to ``load``, the template without data."""
+    """This rank's states as a ShardedObject keyed by world rank; with ``load``, a template without data."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject(
@@ -43,7 +43,7 @@ def random_state_object(load: bool = False) -> Any:
 
 
 def collect() -> dict[str, Any]:
-    """The states of every generator that training draws from, as tensors also where CUDA graphs use generators."""
+    """The states of all random generators of training, as tensors even if CUDA graphs use the generators."""
     from megatron.core import tensor_parallel
 
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -84,7 +84,7 @@ class StateDictHook:
     """Builds the replacement of ``megatron.training.checkpointing.generate_state_dict``.
 
     Args:
-        copies: Copies in host memory of those of given parameters that are not whole; None where all are.
+        copies: Returns host copies of those given parameters that are not whole on this rank; None if all are whole.
     """
 
     def __init__(self, groups: PlanGroups, tied_embeddings: bool, copies: Copies | None = None) -> None:
@@ -111,7 +111,7 @@ class StateDictHook:
             if metadata is not None and not loading:
                 metadata["non_homogeneous_layers"] = True
             for part in _parts(optimizer):
-                if part.optimizer is not None and part.config.optimizer == "sgd":  # Megatron has none for it
+                if part.optimizer is not None and part.config.optimizer == "sgd":  # Megatron saves no state for SGD
                     part.init_state_fn = _start_momentum
             if not loading and optimizer is not None and not args.no_save_optim:
                 start_moments(optimizer)
@@ -141,14 +141,14 @@ class StateDictHook:
         return staged(kept, copies)
 
     def _with_copies(self, state: dict[str, Any], *, freed: bool = False) -> tuple[dict[str, Any], Sequence[Tensor]]:
-        """The state with copies of parameters that are not whole, and these copies.
+        """Replaces parameters that are not whole by copies; returns the state and these copies.
 
-        The optimizer has found its parameters by the tensors of the model's entries, so that the copies come last.
-        What is loaded goes into the copies, and from there into the model.
+        This comes last, because the optimizer finds its parameters by the tensors of the model's entries.
+        Loading fills the copies, from which the model is then set.
 
         Args:
-            state: Megatron's, by part.
-            freed: Only where a parameter has no memory at all.
+            state: Megatron's state dict.
+            freed: Replace only parameters without any memory.
         """
         from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -184,26 +184,26 @@ class StateDictHook:
         def is_dropped(value: Any) -> bool:
             if not isinstance(value, ShardedBase | ShardedTensorFactory):
                 return False
-            # Megatron numbers the output layer's copy 1, and the first chunk's 0, which may be here too.
+            # Megatron gives the output layer's copy replica id 1, and the first chunk's, which may also be here, 0.
             return not self._writes or ("word_embeddings" in value.key and value.replica_id[0] == 1)
 
         return extract_matching_values(part, is_dropped)[1]
 
 
-# Ranks whose experts have other copies than all other weights have an optimizer for each of both.  Other ranks, and
-# other plans, have one.  A checkpoint's common part is written by rank 0 and read by all, so it has one form: that of
-# the first optimizer.  Of the second one the file has tensors, which are told apart by their names.
+# Ranks whose experts are replicated over other ranks than the other weights have two optimizers.  Other ranks, and
+# other plans, have one.  A checkpoint's common part is written by rank 0 and read by all ranks, so it has one form:
+# that of the first optimizer.  The second one's tensors are in the file, too, under names of their own.
 
 _EXPERTS = "experts"
-_COMMON = ("optimizer", "state")  # parts of an optimizer's state that have more than tensors inside
+_COMMON = ("optimizer", "state")  # parts of an optimizer's state with entries that are not tensors
 
 
 def as_one_optimizer(state: Any) -> Any:
-    """The state of a rank's optimizers in the form of one, with what the experts' one has alone beside it."""
+    """The state of a rank's optimizers in the form of one, with the sharded entries of the experts' one beside it."""
     if not isinstance(state, dict) or set(state) != {0, 1}:
         return state
     groups = state[1].get("param_groups") or state[1].get("optimizer", {}).get("param_groups") or ()
-    if not any(group.get("is_expert_parallel") for group in groups):  # Muon's second one is Adam for other weights
+    if not any(group.get("is_expert_parallel") for group in groups):  # Muon's second is Adam for other weights
         return state
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
@@ -213,15 +213,15 @@ def as_one_optimizer(state: Any) -> Any:
 
 
 def as_own_optimizers(state: Any, optimizers: int) -> Any:
-    """A loaded state in the form that a rank's optimizers take.
+    """Converts a loaded state to the form for a rank's optimizers.
 
     Args:
-        state: As :func:`as_one_optimizer` returned it, or as stock Megatron writes it for experts of their own.
-        optimizers: How many this rank has.
+        state: A result of :func:`as_one_optimizer`, or stock Megatron's state with a separate optimizer of experts.
+        optimizers: Number of optimizers on this rank.
     """
     if not isinstance(state, dict):
         return state
-    nested = [state[i] for i in (0, 1) if i in state]  # the common part of a checkpoint of stock Megatron
+    nested = [state[i] for i in (0, 1) if i in state]  # the common part of stock Megatron's checkpoint
     first = _merged(nested[0] if nested else {}, {k: v for k, v in state.items() if k not in (_EXPERTS, 0, 1)})
     if optimizers < 2:
         return first
@@ -229,7 +229,7 @@ def as_own_optimizers(state: Any, optimizers: int) -> Any:
 
 
 def _merged(common: Any, own: Any) -> Any:
-    """Two nested states as one; what both have and is neither a dictionary nor a list is the second one's."""
+    """Merges two nested states; for a leaf that both have, the second one's value is used."""
     if isinstance(common, list) and isinstance(own, list):
         return [_merged(*pair) for pair in zip(common, own, strict=True)]
     if not isinstance(common, dict) or not isinstance(own, dict):
@@ -238,40 +238,40 @@ def _merged(common: Any, own: Any) -> Any:
 
 
 def _completed(own: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
-    """The state of the experts' optimizer: what it has alone, and the rest of the other one's state."""
+    """The state of the experts' optimizer: its own entries, completed from the other optimizer's state."""
     found = dict(own)
     for key, value in like.items():
         if key == "param_groups":
-            # Megatron finds a group's settings by what the group is, and its parameters by its place.
+            # Megatron finds a group's settings by its keys, and its parameters by its position.
             alone = [*own.get(key, ()), *({} for _ in value)]
             found[key] = [{**group, "is_expert_parallel": True, **alone[at]} for at, group in enumerate(value)]
         elif key in _COMMON and isinstance(value, dict):
             found[key] = _completed(found.get(key, {}), value)
         elif key == "fp32_from_fp16_params":
-            found.setdefault(key, [])  # which is in no file where this rank has no such parameters
+            found.setdefault(key, [])  # not in the file if this rank has no such parameters
         elif isinstance(key, str) and key != "param_state":
             found.setdefault(key, copy.deepcopy(value))
     return found
 
 
 def start_moments(optimizer: Any) -> None:
-    """Give an optimizer that has made no update yet the state from which its first update starts.
+    """Create the initial state of an optimizer that has made no update yet.
 
-    In fp16 iterations are skipped until the loss scale fits.  Megatron cannot load, or not even save, an optimizer
-    without state.
+    In fp16 iterations are skipped until the loss scale fits.  Megatron cannot load into an optimizer without state,
+    or not even save it.
     """
     for part in _parts(optimizer):
         inner, init_state = part.optimizer, getattr(part, "init_state_fn", None)
         if inner is None or init_state is None or any(inner.state.values()):
             continue
         init_state(inner, part.config)
-        if isinstance(inner, torch.optim.Adam):  # the others count steps by group
+        if isinstance(inner, torch.optim.Adam):  # other optimizers count steps by group
             for state in inner.state.values():
                 state["step"] = torch.tensor(0.0)
 
 
 def _start_momentum(optimizer: Any, config: Any = None) -> None:
-    """Give SGD the momentum of its first update, without which Megatron has nothing to load a saved one into."""
+    """Create SGD's momentum buffers before its first update, so that Megatron can load saved ones into them."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -294,11 +294,11 @@ def _count_no_step(state: Any) -> None:
         _count_no_step(value)
 
 
-# ``--async-save`` under a plan: the state is copied to host memory at once, and a process writes it meanwhile.
+# ``--async-save`` under a plan: the state is copied to host memory at once, and a process writes it during training.
 #
-# Megatron hands that process the tensors that are trained, which it copies itself.  Under a parameter window they are
-# freed when the next iteration begins, and on a CPU, whose memory both processes share, it would copy nothing.  So
-# copies are handed over here.
+# Megatron passes that process the trained tensors, and the process copies them.  Under a parameter window they are
+# freed when the next iteration begins, and on a CPU, where both processes share the memory, nothing is copied.  So
+# copies are passed here.
 
 _LOOK_S = 0.5
 _WATCHING: list[threading.Thread] = []
@@ -308,8 +308,8 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
     """A state dict for saving with copies of all its tensors in host memory.
 
     Args:
-        state: Of ``generate_state_dict``.
-        copies: Tensors in it that are such copies already.
+        state: Result of ``generate_state_dict``.
+        copies: Tensors in it that are already such copies.
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -332,28 +332,28 @@ def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def finish_saves() -> None:
-    """Wait for the saves that are under way.  Collective; bounded by the groups' timeout once a rank has gone."""
+    """Wait for the running saves.  Collective; bounded by the groups' timeout if a rank has died."""
     from megatron.training.async_utils import maybe_finalize_async_save
 
     maybe_finalize_async_save(blocking=True)
 
 
 def is_saving() -> bool:
-    """Whether a checkpoint is being written while the training goes on."""
+    """Whether a checkpoint is being written in the background."""
     module: Any = sys.modules.get("megatron.training.async_utils")
     return module is not None and not module.is_empty_async_queue()
 
 
 def abandon_saves() -> None:
-    """Forget the saves that are under way: their session has ended, and with it the groups in which ranks agree.
+    """Drop the running saves after the end of their session, whose groups they need to complete.
 
-    A checkpoint counts when the tracker names it, which is written last.  So one that nobody finishes is no harm.
+    A checkpoint is valid once it is in the tracker, which is written last.  So an unfinished one does no harm.
     """
     module: Any = sys.modules.get("megatron.training.async_utils")
     queue = None if module is None else module._async_calls_queue
     if module is None or queue is None:
         return
-    module._async_calls_queue = None  # the next one counts its saves from 0, as that of a newcomer does
+    module._async_calls_queue = None  # the next queue counts its saves from 0, like that of a new process
     caller = type(queue)._persistent_caller
     if caller is not None and (queue.get_num_unfinalized_calls() or _has_died(type(caller))):
         type(queue)._persistent_caller = None
@@ -361,9 +361,9 @@ def abandon_saves() -> None:
 
 
 def watch_writer() -> None:
-    """Have the death of the process that writes noticed from now on; a second call does nothing.
+    """Start a thread that notices the death of the writing process; a second call does nothing.
 
-    Megatron waits for that process without a bound.  Once it has died, whatever is waited for is said to be done.  The
+    Megatron waits for that process without a bound.  After its death the thread marks all awaited items as done.  The
     results of the save are missing then, which is an error on all ranks.
     """
     if not _WATCHING:
@@ -385,9 +385,9 @@ def _has_died(caller: Any) -> bool:
 
 
 def release_waits(caller: Any) -> None:
-    """End all waits of Megatron's ``PersistentAsyncCaller`` for a process that writes no more."""
+    """End all waits of Megatron's ``PersistentAsyncCaller`` for a writing process that has died."""
     for queue in (caller._persistent_preload_q, caller._persistent_queue):
-        with contextlib.suppress(ValueError):  # all is done
+        with contextlib.suppress(ValueError):  # no item is left
             while queue is not None:
                 queue.task_done()
     if caller._persistent_comp_q is not None and caller._persistent_comp_q.empty():

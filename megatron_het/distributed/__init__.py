@@ -1,8 +1,8 @@
 """Process groups of a plan, and the stage-local view of Megatron's ``parallel_state``.
 
-Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Nothing else in the package reads the
-global ``parallel_state``.  Open ``groups.py`` first; ``gradient_sums.py`` says how gradients become those of one
-process.
+Groups are created here, owned here and destroyed here (``PlanGroups.close``).  Outside of this package only
+``features/experts/runtime.py`` reads the global ``parallel_state``.  Open ``groups.py`` first; ``gradient_sums.py``
+makes gradients equal to those of a single process.
 """
 
 from megatron_het.distributed.groups import (

@@ -18,7 +18,7 @@ from megatron_het.distributed import PlanGroups
 from megatron_het.lowering.ranks import expert_name
 from megatron_het.plan import Placement
 
-if TYPE_CHECKING:  # stages with one class of replicas, and untied weights, do without it
+if TYPE_CHECKING:  # not needed for stages with one class of replicas and untied weights
     from megatron_het.distributed.resharding import ShardedParameter, ShardExchange
 
 
@@ -26,7 +26,7 @@ class GradientFinalizer:
     """Replaces ``config.finalize_model_grads_func``; ends in upstream's own function.
 
     Args:
-        divisor: What losses were divided by (``Plan.loss_divisor``).
+        divisor: Number by which losses were divided (``Plan.loss_divisor``).
     """
 
     def __init__(self, groups: PlanGroups, tied_embeddings: bool, divisor: int = 1) -> None:
@@ -43,7 +43,7 @@ class GradientFinalizer:
         self._has_compared = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientFinalizer:
-        """Itself: Megatron copies configurations, with their hooks, for layers of experts."""
+        """Returns this object: Megatron copies configurations, with their hooks, for layers of experts."""
         return self
 
     def __call__(
@@ -61,7 +61,7 @@ class GradientFinalizer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        # Inside a class gradients may be reduced while backward passes still run.
+        # With --overlap-grad-reduce gradients are reduced inside a class while backward passes still run.
         settings = [getattr(chunk, "ddp_config", None) for chunk in model]
         after = any(found is not None and found.overlap_grad_reduce for found in settings)
         if not after:
@@ -85,14 +85,14 @@ class GradientFinalizer:
     def copy_initial_weights(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Make all replicas, and both copies of tied embeddings, start from the same weights.
 
-        Random initialisation depends on TP size and stage, and on GPUs on how many multiprocessors they have.  Runs
-        when all weights are on the device, where NCCL can send them, and before the optimizer takes copies of its own.
+        Random initialisation depends on TP size and stage, and on a GPU's number of multiprocessors.  This runs
+        when all weights are on the device, because NCCL needs them there, and before the optimizer copies them.
 
         Args:
-            model: Chunks of this rank, wrapped or not.
+            model: Chunks of this rank, with or without DDP.
 
         Returns:
-            The same, as Megatron expects it of a hook.
+            ``model``, as Megatron expects from a hook.
         """
         if not self._draws_alike:
             for name, weight in (named for chunk in model for named in chunk.named_parameters()):
@@ -111,7 +111,7 @@ class GradientFinalizer:
             if self._first_copy is not None:
                 copy.data.copy_(self._first_copy)
                 self._first_copy = None
-            elif self._has_both_ends:  # under a parameter window the first chunk is closed when the last one comes
+            elif self._has_both_ends:  # under a parameter window the first chunk is closed before the last one opens
                 self._first_copy = copy.data.to("cpu", copy=True)
         return model
 
@@ -125,11 +125,11 @@ class GradientFinalizer:
             copy.main_grad.copy_(copies[0].main_grad)
 
     def _sum_reduced_across_classes(self, model: list[torch.nn.Module], are_whole: bool) -> None:
-        """Adds what is missing once upstream has reduced inside every class, and over TP ranks.
+        """Add the sums across classes after upstream has reduced inside every class, and over TP ranks.
 
         Args:
             model: DDP-wrapped chunks of this rank.
-            are_whole: Whether every rank has whole gradients, also with the distributed optimizer.
+            are_whole: Whether every rank has complete reduced gradients, also with the distributed optimizer.
         """
         held, gradient = {} if are_whole else _held(model), operator.attrgetter("main_grad")
 
@@ -141,7 +141,7 @@ class GradientFinalizer:
 
         copies = self._tied_weights(model)
         for exchange, named, _ in self._exchanges(model, copies):
-            parameters = exchange.described(named, gradient)  # what TP ranks had summands of is added up
+            parameters = exchange.described(named, gradient)  # no config: TP ranks' summands are added up
             gathered(exchange, parameters)
             if exchange is self._tied_exchange:
                 for copy in copies[1:]:
@@ -152,21 +152,21 @@ class GradientFinalizer:
             copy.main_grad.copy_(copies[0].main_grad)
 
     def _tied_weights(self, model: list[torch.nn.Module]) -> list[Any]:
-        """This rank's copies of tied weights: two of them where both ends of the model are on one stage."""
+        """This rank's copies of tied weights: two if its stage has both ends of the model."""
         from megatron.core.utils import unwrap_model
 
         if self._tied_exchange is None:
             return []
-        # Of the chunks that are given, which under a parameter window is one at a time until training starts.
+        # Only of the chunks in ``model``: under a parameter window one at a time until training starts.
         mine = [chunk for chunk in unwrap_model(model) if chunk.pre_process or chunk.post_process]
         return [chunk.shared_embedding_or_output_weight() for chunk in mine]
 
     def _exchanges(
         self, model: list[torch.nn.Module], copies: Sequence[torch.nn.Parameter]
     ) -> Iterator[tuple[ShardExchange, Iterator[tuple[str, torch.nn.Parameter]], Any]]:
-        """Tied weights first (one copy of them on every rank, of all classes), then the rest of the stage.
+        """Yields (exchange, named parameters, model configuration): tied weights first, then the rest of the stage.
 
-        Each with the names of its parameters and the model's configuration.
+        Every rank passes only one copy of tied weights.
         """
         from megatron.core.utils import get_model_config, unwrap_model
 
@@ -181,13 +181,13 @@ class GradientFinalizer:
 
 
 def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
-    """Whether all replicas of a replica's class draw the same random weights: they are on one kind of device."""
+    """Whether all replicas of a class draw the same random weights, because they are on one kind of device."""
     replicas = placement.plan.stages[stage].replicas
     return len({name for found in replicas if found.cut == replicas[replica].cut for name in found.devices}) == 1
 
 
 def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Elements ``(start, stop)`` of the flat gradients that this rank has the class's sum of, by where each begins."""
+    """Elements ``[start, stop)`` of each flat gradient in which this rank has the class's sum, by ``_beginning``."""
     wrapped: list[Any] = list(model)
     divided = [chunk for chunk in wrapped if chunk.ddp_config.use_distributed_optimizer]
     found: dict[tuple[int, int], tuple[int, int]] = {}
@@ -204,7 +204,7 @@ def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]
 
 
 def _beginning(tensor: torch.Tensor) -> tuple[int, int]:
-    """The storage of a tensor and its place there: fake tensors have no address."""
+    """A tensor's storage and offset, as a key that also works for fake tensors, which have no address."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
@@ -214,7 +214,7 @@ def is_tied_copy(parameter: torch.Tensor) -> bool:
 
 
 def _compare_copies(model: list[torch.nn.Module], held: dict[tuple[int, int], tuple[int, int]]) -> None:
-    """Refuse different gradients of the copies of tied weights on this rank."""
+    """Raise RuntimeError if this rank's copies of tied weights have different gradients."""
     copies: list[Any] = [p for chunk in model for p in chunk.parameters() if is_tied_copy(p)]
     if not copies:
         return
@@ -227,15 +227,15 @@ def _compare_copies(model: list[torch.nn.Module], held: dict[tuple[int, int], tu
 
 
 def class_exchange(groups: PlanGroups) -> ShardExchange | None:
-    """Between the classes of replicas of this rank's stage; None where there is one."""
+    """The exchange between the classes of replicas of this rank's stage; None if there is only one class."""
     stage = groups.placement.locate(groups.rank).stage
     return _exchange(groups, [stage], "leaders") if groups.placement.is_mixed(stage) else None
 
 
 def tied_exchange(groups: PlanGroups) -> ShardExchange | None:
-    """Between the stages of the model's first and last chunk, where this rank's stage is one of them.
+    """The exchange of tied weights between the stages of the model's first and last chunk.
 
-    None where both ends are in one chunk.
+    None if this rank's stage is neither, or both ends are in one chunk.
     """
     placement = groups.placement
     ends = sorted({placement.first[0], placement.last[0]})
@@ -262,12 +262,12 @@ def _exchange(groups: PlanGroups, stages: list[int], role: str) -> ShardExchange
 
 
 def mark_sharded(model: list[torch.nn.Module]) -> None:
-    """Say of parameters which TP cuts that it does, where Megatron's own layers forget to.
+    """Set the attributes of TP-sharded parameters that Megatron's own layers leave unset.
 
     The learnable softmax offset has one number per attention head of its rank.  Without the attributes it
-    would be taken for a copy: in the exchange between classes, and in norms.  Transformer Engine's layers of
-    experts do not say that their gated projection is cut in two halves, and gated delta nets do not say of which parts
-    their projection and convolution are.
+    would be treated as replicated: in the exchange between classes, and in norms.  Transformer Engine's layers of
+    experts do not declare that their gated projection has two halves, and gated delta nets do not declare the parts of
+    their projection and convolution.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.utils import get_model_config
@@ -291,9 +291,9 @@ def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) 
     """Make ``--log-params-norm`` count every parameter once under the distributed optimizer.
 
     Upstream sums over the WORLD (see ``distributed/stage_state.py``), in which replicas of a class hold copies of
-    the parameters.  Of 16-bit parameters it takes the main parameters, whose shards are disjoint, but sums
-    them over the replicas before.  Called once the optimizer has its shards: from then on nothing else reads
-    these marks.
+    the parameters.  For 16-bit parameters it uses the main parameters, whose shards are disjoint, but sums
+    them over the replicas before.  Call this once the optimizer has its shards: later nothing else reads
+    these attributes.
     """
     for chunk in model:
         marked: Iterator[tuple[str, Any]] = chunk.named_parameters()
@@ -305,7 +305,7 @@ def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) 
 
 
 def _is_first_copy(name: str, groups: PlanGroups) -> bool:
-    """Whether this rank has the first of a parameter's copies in its class."""
+    """Whether this rank holds a parameter's first copy in its class."""
     return (groups["class"] if expert_name(name) is None else groups.experts_class).rank() == 0
 
 
@@ -314,7 +314,7 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
 
     Upstream sums over the WORLD (see ``distributed/stage_state.py``) and skips ``shared`` parameters.
     With the distributed optimizer the replicas of a class hold disjoint shards; without it they
-    hold copies, of which one counts.  Of several classes the primary one counts.
+    hold copies, of which one counts.  If there are several classes, only the first one counts.
     """
     placement = groups.placement
     where = placement.locate(groups.rank)
@@ -327,23 +327,23 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
                 parameter.shared = True
 
 
-# Weights that are kept in fp8 (``--fp8-param-gather``) begin twice.
+# Weights in fp8 (``--fp8-param-gather``) have two initial values.
 #
-# Transformer Engine quantises such a weight as it makes it.  It keeps what was there before in host memory, until
-# Megatron's optimizer has copied it.  Whoever sets a weight before that sets both.
+# Transformer Engine quantises such a weight when it creates it.  It keeps the unquantised values in host memory until
+# Megatron's optimizer has copied them.  Code that sets a weight before that has to set both.
 
 _CLOSE = 0.25
-"""How far the largest difference may be from the largest value: 0.06 with a scale of the values' own, 0.12 without."""
+"""Bound on the largest difference over the largest value: measured 0.06 with a scale from the values, 0.12 without."""
 
 
 def initial_values(weight: torch.Tensor) -> torch.Tensor:
-    """The values that a weight begins with, on its device: its own memory, or a copy of those before they were fp8."""
+    """A weight's initial values on its device: its own memory, or for fp8 a copy of the unquantised values."""
     kept = getattr(weight, "get_high_precision_init_val", None)
     return weight.data if kept is None else kept().to(weight.device)
 
 
 def set_initial_values(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Let a weight begin with ``values`` that :func:`initial_values` has returned, and that were changed since.
+    """Set a weight to ``values``, which :func:`initial_values` has returned and the caller has changed.
 
     Raises:
         RuntimeError: The quantised weight does not hold them.

@@ -1,4 +1,4 @@
-"""The collective groups of a plan: which there are (pure data), and their creation."""
+"""The process groups of a plan: their roles and ranks (pure data), and their creation."""
 
 import contextlib
 import functools
@@ -22,16 +22,16 @@ from megatron_het.plan import Placement
 # Creating a process group among its members only.
 #
 # ``torch.distributed.new_group`` names a group after the number of groups that a process has created, so every rank of
-# the world has to call it for every group, members or not.  Its ``use_local_synchronization`` leaves that to the
-# members, but names the group after the number of groups that this rank is in, which differs between members.  Here a
-# group is named by what it is for and who is in it.  All members know that, and nobody else has to.
+# the world has to call it for every group, members or not.  With ``use_local_synchronization`` only members call it,
+# but the group is named after the number of groups that this rank is in, which differs between members.  Here a
+# group is named after its role and its members, so all members use the same name without other ranks.
 #
-# Members may come in any order.  Who waits for whom is decided by the order in which a rank creates its groups: when
-# all ranks follow one order of all groups, the first group of that order which is not there yet can always be made.
+# Members may arrive in any order.  Deadlocks are excluded by the order in which ranks create their groups: if all
+# ranks follow one order of all groups, all members of the first missing group can always create it.
 
 _NAMING = threading.Lock()
 _CREATED: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""By world: how often this process has created a group of a name; equal on all members of the group."""
+"""Per world: how often this process has created a group of each name; equal on all members of the group."""
 
 
 _UNKNOWN_TORCH = (
@@ -45,7 +45,7 @@ class GroupError(RuntimeError):
 
 
 def group_name(role: str, ranks: Sequence[int]) -> str:
-    """The name of a group, the same on all its members: short, whatever the number of ranks."""
+    """The name of a group, equal on all its members, and short for any number of ranks."""
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
     return f"het/{role}/{ranks[0]}-{ranks[-1]}/{digest}"
 
@@ -54,12 +54,12 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
     """Create a group.  Collective over its members, who all create their groups in one order.
 
     Args:
-        role: What the group is for; a rank is in at most one group of a role and backend with the same ranks.
+        role: Purpose of the group; a rank is in at most one group of a role and backend with the same ranks.
         ranks: World ranks of the members, ascending, this rank among them.
         timeout_s: Bound on the creation and on every operation of the group, in seconds.
 
     Raises:
-        GroupError: The members did not all come in time, or one of them has stopped.
+        GroupError: Not all members created the group in time, or one of them has stopped.
     """
     world = dist.group.WORLD
     wrong = releases.differences(releases.TORCH_NAMES[:1])
@@ -71,7 +71,7 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
     turn = _CREATED.setdefault(world, Counter())[name]
     _CREATED[world][name] += 1
     try:
-        # No split of the world's communicator, which all ranks of the world would have to take part in.
+        # Without a bound device no split of the world's communicator, which all its ranks would have to join.
         with _named(f"{name}/{turn}"), replaced(world, bound_device_id=None):
             group = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
@@ -91,7 +91,7 @@ def create_group(role: str, ranks: Sequence[int], backend: str, timeout_s: float
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of an object or module other values for the duration of a block."""
+    """Replace attributes of an object or module for the duration of a block."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -104,20 +104,20 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Groups that are created inside have this name."""
+    """Context in which ``torch.distributed`` gives new groups this name."""
     with _NAMING, replaced(distributed_c10d, _process_group_name=lambda *_, **__: name):
         yield
 
 
-# Groups of two ranks, for transfers: who shares one, and in which order they are created.
+# Groups of two ranks for transfers, and the order in which they are created.
 
 Edge = tuple[int, int]  # (source, destination), world ranks
 
 
 def sparing_groups_of_one() -> contextlib.AbstractContextManager[None]:
-    """Leave out sums and broadcasts in groups of one rank: Megatron makes seven in every pass with data and loss.
+    """Context that skips sums and broadcasts in groups of one rank.
 
-    The host calls the communication library for each of them, also where nobody is told anything.
+    Megatron makes seven in every pass with data and loss, each a call of the communication library on the host.
     """
 
     def spared(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def sparing_groups_of_one() -> contextlib.AbstractContextManager[None]:
         def call(tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
             group = named.get("group", more[1] if len(more) > 1 else None)
             is_async = named.get("async_op", len(more) > 2 and more[2])
-            scales = type(named.get("op", more[0] if more else None)) is dist.ReduceOp  # one with a factor
+            scales = type(named.get("op", more[0] if more else None)) is dist.ReduceOp  # a reduction with a factor
             is_alone = isinstance(group, dist.ProcessGroup) and group.size() == 1 and not scales
             return None if is_alone and not is_async else original(tensor, *more, **named)
 
@@ -135,22 +135,21 @@ def sparing_groups_of_one() -> contextlib.AbstractContextManager[None]:
 
 
 class Link(NamedTuple):
-    """Where the transfers of an edge go."""
+    """Group and tag of an edge's transfers."""
 
     group: dist.ProcessGroup  # the group of the two ranks
-    tag: int  # tells the purposes that share the group apart
+    tag: int  # distinguishes the purposes that share the group
 
 
 def in_rounds(edges: Iterable[Edge]) -> list[tuple[int, Edge]]:
     """(round, edge), ascending: no rank has two edges of one round.
 
-    A rank that creates its edges in this order never waits in a circle, since the order is the same for all.  The
-    chain of ranks that wait for each other is at most as long as there are rounds, and there are fewer rounds than
-    twice the most edges of a rank, whatever the size of the world.  In the order of rank numbers the chain would
-    be as long as the pipeline.
+    If all ranks create their edges in this order, they cannot wait for each other in a cycle.  A chain of waiting
+    ranks is at most as long as the number of rounds, which is less than twice the largest number of edges of a rank,
+    whatever the size of the world.  In the order of rank numbers the chain would be as long as the pipeline.
 
     Args:
-        edges: The same on all ranks that any of them joins.
+        edges: The same edges on all ranks that they connect.
     """
     taken: dict[int, int] = {}
     found = []
@@ -164,12 +163,12 @@ def in_rounds(edges: Iterable[Edge]) -> list[tuple[int, Edge]]:
 
 
 class PairGroups:
-    """This rank's groups of two.  ``close`` destroys them.
+    """This rank's groups of two ranks.  ``close`` destroys them.
 
-    gloo runs the transfers of a group in any order, tells purposes apart by tags, and has a connection for both
-    directions: two ranks share one group for everything.  NCCL runs the transfers of a group one after the other, so
-    every purpose has groups of its own, and both directions share one only where the transfers of a pair have one
-    order on both ranks.
+    gloo runs the transfers of a group in any order, distinguishes purposes by tags, and has one connection for both
+    directions.  So two ranks need one group only.  NCCL runs the transfers of a group one after the other.  So
+    every purpose has groups of its own, and both directions share one only if both ranks run the transfers of the
+    pair in the same order.
 
     Args:
         timeout_s: Bound on the creation and on every operation, in seconds.
@@ -184,15 +183,15 @@ class PairGroups:
         return len(self._groups)
 
     def connect(self, edges: Iterable[Edge], backend: str, purpose: str, *, one_order: bool) -> dict[Edge, Link]:
-        """The links of this rank's edges; groups that are not there yet are created and connected.
+        """Returns the links of this rank's edges; missing groups are created and connected.
 
         Collective: all ranks that have an edge call it with the same purposes in the same order.
 
         Args:
-            edges: Of all ranks that are connected to this one by edges; the same on all of them.
+            edges: The edges of all ranks that edges connect to this one; the same on all of them.
             backend: ``nccl`` or ``gloo``.
-            purpose: What travels; a name that was not connected before.
-            one_order: The transfers of a pair, both directions together, have one order on both ranks.
+            purpose: Name of the transfers' purpose, not used in an earlier call.
+            one_order: Whether both ranks of a pair run its transfers, of both directions, in the same order.
 
         Raises:
             GroupError: A group was not created in time.
@@ -215,10 +214,10 @@ class PairGroups:
         return {edge: Link(self._groups[key], tag) for edge, key in key_of.items()}
 
     def _move_one(self, pair: Edge, group: dist.ProcessGroup) -> None:
-        """Move one element, so that the communicator exists before the first iteration.
+        """Transfer one element, so that the communicator exists before the first iteration.
 
-        NCCL connects at the first use, where both ranks wait: in the order of their programs they may wait in a
-        circle.
+        NCCL connects at the first use, for which both ranks wait: in the order of their programs ranks could wait for
+        each other in a cycle.
         """
         probe = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
         if self._rank == pair[0]:
@@ -243,8 +242,8 @@ class GroupSpec:
     (equal positions in such groups of one class of a stage, whose experts are copies), ``class`` (equal TP rank over
     the replicas of one class of a stage: Megatron's data-parallel group), ``stage`` (all ranks of a stage), ``leaders``
     (first member of each class group of a stage), ``ends`` (leaders of the stages of the
-    model's first and last chunk, for tied embeddings), ``loss`` (the rank that knows the whole loss and
-    those that Megatron logs it on, where these are elsewhere).
+    model's first and last chunk, for tied embeddings), ``loss`` (the rank with the complete loss and
+    those on which Megatron logs it, if these are on another stage).
     """
 
     role: str
@@ -252,9 +251,9 @@ class GroupSpec:
 
 
 def group_specs(placement: Placement, tied_embeddings: bool = False) -> list[GroupSpec]:
-    """All groups of a plan in the one order in which every rank creates those that it is in.
+    """All groups of a plan, in the order in which every rank creates those that it belongs to.
 
-    Groups of one role are disjoint, so a rank waits for no more groups than there are roles.
+    Groups of one role are disjoint, so a rank waits for at most as many groups as there are roles.
     """
     specs = [GroupSpec("self", (rank,)) for rank in range(placement.world_size)]
     for s, stage in enumerate(placement.plan.stages):
@@ -290,7 +289,7 @@ def _expert_groups(placement: Placement, stage: int) -> Iterator[GroupSpec]:
 
 
 def loss_source(placement: Placement) -> int:
-    """The rank that tells the loss to the stage on which Megatron logs it."""
+    """The rank that sends the loss to the stage on which Megatron logs it."""
     return placement.stage_ranks(placement.last[0])[0]
 
 
@@ -303,7 +302,7 @@ def leaders_of_stage(placement: Placement, stage: int) -> list[int]:
 class PlanGroups:
     """The groups that this rank belongs to.  ``close`` destroys them.
 
-    ``pairs`` are the groups of transfers, which ``runtime/channels.py`` asks for.
+    ``pairs`` are the groups for transfers, which ``runtime/channels.py`` requests.
     """
 
     placement: Placement
@@ -325,7 +324,7 @@ class PlanGroups:
         return self.by_role.get("experts-class") or self.by_role["class"]
 
     def get(self, role: str) -> dist.ProcessGroup | None:
-        """The group of a role, or None when this rank has none."""
+        """The group of a role, or None if this rank has none."""
         return self.by_role.get(role)
 
     def close(self) -> None:
@@ -339,13 +338,13 @@ class PlanGroups:
 def build_groups(
     placement: Placement, *, tied_embeddings: bool, timeout_s: float, use_gloo_groups: bool = True
 ) -> PlanGroups:
-    """Create this rank's groups of a plan.  ``torch.distributed`` must be up on all ranks.
+    """Create this rank's groups of a plan.  ``torch.distributed`` must be initialized on all ranks.
 
-    Every group is created by its members only; nobody waits for ranks that it shares no group with.
+    Every group is created by its members only; a rank waits only for ranks with which it shares a group.
 
     Args:
         timeout_s: Bound on the creation of a group and on every operation on it, in seconds.
-        use_gloo_groups: Also create a gloo twin of the data-parallel group when the default
+        use_gloo_groups: Also create a gloo group of the data-parallel ranks if the default
             backend is another one (Megatron's optimizer checkpoints gather over it).
 
     Raises:

@@ -1,15 +1,15 @@
-"""Moving weights and summing gradients between replicas that cut weights in different ways (TP and EP sizes).
+"""Copying weights and summing gradients between replicas that divide weights in different ways (TP and EP sizes).
 
 Inside a class of replicas Megatron's own reduction is enough.  Across classes, and between the first and
-the last stage for tied embeddings, shards are cut differently, so the *leaders* (first member of
+the last stage for tied embeddings, shards are divided differently.  So the *leaders* (first member of
 each class at each TP rank) exchange the intersections of their shards and add them in one fixed
 order.  Every class therefore holds the same bits afterwards.
 
-The exchange comes before Megatron's own reduction inside a class: the total is left on the leader
+The exchange runs before Megatron's own reduction inside a class: it puts the total on the leader
 and zeros on the other members, so that the reduction that follows (all-reduce or reduce-scatter,
-whichever optimizer is used) spreads the total unchanged.  Where Megatron has reduced inside the class already,
-during backward passes (``--overlap-grad-reduce``), the exchange comes after: the leader gets what the members hold
-of the class's sum, and tells them the total.
+depending on the optimizer) distributes the total unchanged.  If Megatron has reduced inside the class already,
+during backward passes (``--overlap-grad-reduce``), the exchange runs afterwards: the leader gathers the members' parts
+of the class's sum, and broadcasts the total.
 """
 
 import itertools
@@ -35,36 +35,36 @@ from megatron_het.lowering.ranks import (
 )
 from megatron_het.plan import Cut
 
-# What the exchange between classes of replicas knows about the parameters of a rank.
+# Description of a rank's parameters for the exchange between classes of replicas.
 
-_HEAD_NORMS = ("q_layernorm", "k_layernorm")  # as upstream knows them in finalize_model_grads
+_HEAD_NORMS = ("q_layernorm", "k_layernorm")  # names by which upstream's finalize_model_grads finds them
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """Holds what the exchange needs to know about a parameter on this rank."""
+    """Local tensor and layout of a parameter on this rank, as the exchange needs them."""
 
     name: str
-    # the local tensor (a gradient or a weight), modified in place; without rows along ``dim`` where it belongs to an
+    # the local tensor (a gradient or a weight), modified in place; it has no rows along ``dim`` if it belongs to an
     # expert of other ranks
     tensor: torch.Tensor
     dim: int  # partition dimension, or -1 when every TP rank holds the whole parameter
-    stride: Stride  # see ``shards.segments``
+    stride: Stride  # see ``lowering.ranks.segments``
     full: int = 0  # size of the whole parameter along ``dim``; 0 without a partition dimension
-    # every TP rank holds one summand of the gradient (norms under sequence parallelism, norms of queries and keys);
-    # only the sum over the TP group means something
+    # whether every TP rank holds one summand of the gradient (norms under sequence parallelism, norms of queries and
+    # keys), so that only the sum over the TP group is the gradient
     partial: bool = False
-    expert: int | None = None  # the number in its layer of the expert that it belongs to; None for all other parameters
+    expert: int | None = None  # the expert's number in its layer; None if the parameter belongs to no single expert
     experts: int = 0
 
     @property
     def row_elements(self) -> int:
-        """Elements for each unit of size along ``dim``."""
+        """Number of elements per row along ``dim``."""
         return math.prod(size for dim, size in enumerate(self.tensor.shape) if dim != self.dim)
 
     @property
     def full_bytes(self) -> int:
-        """Returns the bytes of the whole parameter."""
+        """Returns the size of the whole parameter in bytes."""
         size = self.row_elements * self.full if self.dim >= 0 else self.tensor.numel()
         return size * self.tensor.element_size()
 
@@ -82,8 +82,8 @@ def sharded_parameters(
         named: Names and parameters, in the model's order (equal on all classes).
         select: The tensor to exchange, e.g. the main gradient.
         sequence_parallel: Whether norms hold partial gradients on this rank.
-        qk_layernorm: Whether queries and keys are normalised: one weight for all heads, whose gradient each TP rank
-            has of its own heads.
+        qk_layernorm: Whether queries and keys are normalised: one weight for all heads, and each TP rank has the
+            gradient from its own heads only.
     """
     found = []
     for name, parameter in named:
@@ -109,14 +109,14 @@ def sharded_parameters(
 
 
 def with_all_experts(found: list[ShardedParameter], cut: Cut, tp_rank: int) -> list[ShardedParameter]:
-    """The parameters with those of experts that other ranks of the replica hold, in one order for all classes.
+    """Adds the parameters of experts that other ranks of the replica hold, in one order for all classes.
 
     Args:
-        found: Of this rank, in the model's order.
+        found: Parameters of this rank, in the model's order.
 
     Returns:
-        The same, with the parameters of every layer's experts by their numbers in the layer; a parameter of an expert
-        that this rank does not hold has no rows.
+        The parameters, with those of all experts of a layer ordered by the experts' numbers in the layer; a parameter
+        of an expert that this rank does not hold has no rows.
     """
     complete: list[ShardedParameter] = []
     for layer, run in itertools.groupby(found, key=_layer_of_experts):
@@ -126,7 +126,7 @@ def with_all_experts(found: list[ShardedParameter], cut: Cut, tp_rank: int) -> l
 
 
 def _layer_of_experts(parameter: ShardedParameter) -> str | None:
-    """Returns what the names of all parameters of a layer's experts begin with; None for other parameters."""
+    """Returns the common prefix of the parameter names of a layer's experts; None for other parameters."""
     name = expert_name(parameter.name)
     return None if name is None else name.before.rpartition(".experts.")[0]
 
@@ -152,10 +152,10 @@ def _all_experts(run: list[ShardedParameter], cut: Cut, tp_rank: int) -> list[Sh
 class CopiesCheck:
     """Compares the gradients of the copies of tied weights on this rank, at the first update.
 
-    Copies with different gradients would be different weights from then on, and nothing else would fail.
+    Copies with different gradients would become different weights, and no other check would notice.
 
     Args:
-        copies: On this rank: two where both ends of the model are on its stage.
+        copies: Number of copies on this rank: two if its stage has both ends of the model.
     """
 
     def __init__(self, copies: int) -> None:
@@ -163,10 +163,10 @@ class CopiesCheck:
         self._first: tuple[int, torch.Tensor] | None = None
 
     def see(self, start: int, gradient: torch.Tensor) -> None:
-        """Compare a copy with the one before; nothing once all have been seen.
+        """Compare a copy with the one before; does nothing after the last copy.
 
         Args:
-            start: Where this rank's part begins in the whole parameter.
+            start: First element of this rank's part in the whole parameter.
             gradient: The summed gradient of this rank's part, flat.
 
         Raises:
@@ -197,7 +197,7 @@ _BUCKET_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
 
 @dataclass(frozen=True, slots=True)
 class ReplicaClass:
-    """Replicas that cut weights alike: ``leaders[t]`` is the world rank that speaks for TP rank t."""
+    """Replicas that divide weights in the same way: ``leaders[t]`` is the world rank of the leader at TP rank t."""
 
     cut: Cut
     leaders: tuple[int, ...]
@@ -223,12 +223,12 @@ class ShardExchange:
         select: Callable[[torch.nn.Parameter], torch.Tensor],
         config: Any = None,
     ) -> list[ShardedParameter]:
-        """This rank's parameters as an exchange takes them.
+        """Describes this rank's parameters for an exchange.
 
         Args:
             named: Names and parameters, in the model's order.
             select: The tensor to exchange, e.g. the main gradient.
-            config: The model's configuration, which says of what TP ranks have summands; None where they were added up.
+            config: The model's configuration, to find partial gradients; None if they were summed over TP already.
         """
         cut = self.classes[self.mine].cut
         partial = (False, False) if config is None else (config.sequence_parallel, config.qk_layernorm)
@@ -244,17 +244,17 @@ class ShardExchange:
             self._reduce_to_leader(bucket)
             if self._is_leader:
                 self._sum_over_classes(bucket)
-            for parameter in bucket:  # the total stays in one place
+            for parameter in bucket:  # the total stays on one rank only
                 if not self._is_leader or (parameter.partial and self.tp_rank > 0):
                     parameter.tensor.zero_()
 
     def gather_reduced(self, parameters: Sequence[ShardedParameter], held: Sequence[tuple[int, int]]) -> None:
-        """Bring gradients that were reduced inside the class, but not exchanged, to its leader.
+        """Gather gradients that were reduced inside the class, but not exchanged, on the class's leader.
 
         Args:
-            parameters: Their gradients.
-            held: Of each, the elements ``[start, stop)`` of the flat gradient in which this rank has the class's sum.
-                They are disjoint among the members and together the whole; the rest of a gradient is overwritten.
+            parameters: The gradients.
+            held: For each, the elements ``[start, stop)`` of the flat gradient in which this rank has the class's sum.
+                The members' intervals are disjoint and complete; the other elements of a gradient are overwritten.
         """
         if self.class_group.size() == 1:
             return
@@ -266,14 +266,14 @@ class ShardExchange:
             self._reduce_to_leader(bucket)
 
     def sum_parts(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Replace parts of gradients, which add up to the class's sum, by the sum over classes, on all members."""
+        """Replace the members' summands of the class's sum by the sum over classes, on all members."""
         if self.class_group.size() > 1:
             for bucket in _buckets(parameters):
                 self._reduce_to_leader(bucket)
         self.sum_reduced(parameters)
 
     def sum_reduced(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Replace gradients of which the leaders have their class's sum by the sum over classes, on all members."""
+        """Replace the class's sum, which only the leaders need to have, by the sum over classes, on all members."""
         for bucket in _buckets(parameters):
             if self._is_leader:
                 self._sum_over_classes(bucket)
@@ -314,7 +314,7 @@ class ShardExchange:
             parameter.tensor.copy_(total)
 
     def _swap(self, bucket: Sequence[ShardedParameter], senders: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        """Send my shards to all other classes, if mine is a sender; theirs of each parameter, in my shape."""
+        """Exchange shards between classes; returns the values of each other sender class, in this rank's shapes."""
         outgoing, incoming = [], []
         for c, cls in enumerate(self.classes):
             for t, peer in enumerate(cls.leaders):
@@ -354,9 +354,9 @@ class ShardExchange:
     def _layout(
         self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int
     ) -> list[tuple[ShardedParameter, Overlap | None]]:
-        """Returns what rank ``tp_rank`` of another class sends to me; ``mine`` rows are my local rows.
+        """Returns the rows that rank ``tp_rank`` of another class sends here; ``mine`` are local rows of this rank.
 
-        A parameter that is not partitioned comes whole, from the peer at my TP rank modulo its TP.
+        A parameter that is not partitioned is sent whole, by the peer at this TP rank modulo the peer's TP.
         """
         layout: list[tuple[ShardedParameter, Overlap | None]] = []
         my_cut = self.classes[self.mine].cut
@@ -371,7 +371,7 @@ class ShardExchange:
         return layout
 
     def _pack(self, bucket: Sequence[ShardedParameter], cut: Cut, tp_rank: int) -> torch.Tensor:
-        """The flat message for rank ``tp_rank`` of another class, in the order it expects."""
+        """The flat message for rank ``tp_rank`` of another class, in the order that the receiver expects."""
         my_cut, parts = self.classes[self.mine].cut, []
         for parameter in bucket:
             if parameter.dim < 0:
@@ -386,14 +386,14 @@ class ShardExchange:
 
 
 def _segments(parameter: ShardedParameter, cut: Cut, tp_rank: int) -> list[Segment]:
-    """Returns what a rank of a class holds of a parameter."""
+    """Returns the segments of a parameter that a rank of a class holds."""
     if parameter.expert is None:
         return segments(parameter.full, cut.tp, tp_rank, parameter.stride)
     return expert_segments(parameter.full, cut, tp_rank, parameter.stride, parameter.expert, parameter.experts)
 
 
 def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-    """Runs of parameters, or of parts of one, of one dtype, bounded by their *full* size, so that all ranks agree."""
+    """Yields buckets of parameters, or parts of one, of one dtype; *full* sizes bound them, equally on all ranks."""
     bucket: list[ShardedParameter] = []
     size = 0
     for parameter in itertools.chain.from_iterable(map(_parts, parameters)):
@@ -408,7 +408,7 @@ def _buckets(parameters: Sequence[ShardedParameter]) -> Iterator[list[ShardedPar
 
 
 def _parts(parameter: ShardedParameter) -> Sequence[ShardedParameter]:
-    """The parameter, or its parts where it is larger than a bucket, as a table of embeddings is."""
+    """The parameter, or its parts if it is larger than a bucket, as an embedding table is."""
     whole = [dim for dim in range(parameter.tensor.dim()) if dim != parameter.dim]  # dimensions that no rank divides
     if parameter.full_bytes <= _BUCKET_BYTES or not whole:
         return (parameter,)
@@ -432,7 +432,7 @@ def _size(parameter: ShardedParameter, overlap: Overlap | None) -> int:
 def _in_one_message(tensors: Sequence[torch.Tensor], operation: Callable[[torch.Tensor], object]) -> None:
     """Run a collective on the concatenation of the tensors and write the result back.
 
-    Ranks of one group hold the same experts, so all of them have something to send, or none.
+    Ranks of one group hold the same experts, so either all of them have elements to send or none has.
     """
     flat = torch.cat([t.reshape(-1) for t in tensors])
     if not flat.numel():

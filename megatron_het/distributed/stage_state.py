@@ -1,16 +1,16 @@
 """A stage-local ``megatron.core.parallel_state``.
 
 Large parts of Megatron (samplers, layer layout, DDP, optimizer, checkpoints, random seeds) read
-the module's globals, so on every rank they are set to what is true *for its own stage*:
+the module's globals, so on every rank they are set to the values *of its own stage*:
 
-- tensor axis: the replica; data axis: the replicas that cut weights alike; pipeline axis: an Axis.
+- tensor axis: the replica; data axis: the replicas that divide weights in the same way; pipeline axis: an Axis.
 - "model parallel" and "optimizer instance" groups are the WORLD, so that gradient norm, inf checks
   and success flags are global without further code.
-- the data-parallel *size* seen by the microbatch calculator is 1: microbatches are routed by the
-  plan, every rank counts all of them.
-- where the experts of a layer are divided over a replica's ranks, their data axis is that of all other weights.
+- the data-parallel *size* for the microbatch calculator is 1: the plan routes microbatches, and every rank
+  counts all of them.
+- if the experts of a layer are divided over a replica's ranks, their data axis is that of all other weights.
 - axes of size one (weight rematerialisation, experts that are not divided) get a group of one rank, and so does
-  the context axis: ranks that share sequences are like data-parallel ones to everything but attention.
+  the context axis: outside of attention, ranks that share sequences behave like data-parallel ranks.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from megatron_het.plan import Cut, Placement
 
 @dataclass(frozen=True)
 class Axis:
-    """Stands where Megatron expects a process group but only asks for rank and size.
+    """Replaces a process group of which Megatron reads only rank and size.
 
     The pipeline axis of a heterogeneous plan is an Axis: stages have different numbers of ranks,
     so there is no group with one rank per stage, and a stray collective on the axis fails at once
     instead of hanging.
     """
 
-    position: int  # of this rank, that of its first chunk
+    position: int  # position of this rank's first chunk
     length: int  # number of positions
-    # of every chunk of this rank, where they differ or other ranks have more chunks; empty where all chunks have one
-    # position
+    # positions of every chunk of this rank, if they differ or other ranks have more chunks; empty if all chunks have
+    # one position
     by_chunk: tuple[int, ...] = ()
 
     def of_chunk(self, chunk: int) -> "Axis":
-        """The axis as one chunk of this rank sees it."""
+        """The axis with the position of one chunk of this rank."""
         return Axis(self.by_chunk[chunk], self.length, self.by_chunk) if self.by_chunk else self
 
     def rank(self) -> int:
@@ -54,9 +54,9 @@ class Axis:
 
     @contextlib.contextmanager
     def known_to_torch(self) -> Iterator[None]:
-        """Let ``torch.distributed.get_rank`` say this rank's position for as long as the block lasts.
+        """Make ``torch.distributed.get_rank`` return this rank's position on the axis for the duration of the block.
 
-        Megatron's hybrid models ask it, and not the group.
+        Megatron's hybrid models call it instead of the group's own method.
         """
         import torch.distributed as dist
 
@@ -102,7 +102,7 @@ _WORLD_GROUPS = (
 )
 _STAGE_GROUPS = ("_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP")
 _SELF_GROUPS = ("_CONTEXT_PARALLEL_GROUP", "_GTP_WEIGHT_REMAT_GROUP", "_EXPERT_GTP_WEIGHT_REMAT_GROUP")
-# Left as they are after import (None or empty), each because its axis is not used.
+# Globals that keep their value from the import (None or empty), because their axis is not used.
 _UNSET = (
     "_EMBEDDING_GROUP",
     "_EMBEDDING_GLOBAL_RANKS",
@@ -136,7 +136,7 @@ _RANKS_AND_SIZES = (
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
 )
-# Every global of the module that this file has an opinion on.  A test compares it with the module
+# Every global of the module that this file handles.  A test compares this set with the module
 # itself, so that a new global in a new release of Megatron is noticed.
 KNOWN_STATE = frozenset(
     (
@@ -157,7 +157,7 @@ KNOWN_STATE = frozenset(
 
 
 def stage_state(groups: PlanGroups) -> dict[str, Any]:
-    """Name -> value of every global that is set for this rank."""
+    """Returns name -> value of every global that is set for this rank."""
     placement: Placement = groups.placement
     where = placement.locate(groups.rank)
     replica = placement.replica(where.stage, where.replica)
@@ -206,7 +206,7 @@ def _expert_model_parallel_ranks(placement: Placement, rank: int) -> list[int]:
 
 
 def _expert_groups(groups: PlanGroups, cut: Cut) -> tuple[Any, Any, Any]:
-    """The ranks that together have all experts, those that have parts of the same ones, and both."""
+    """Groups of the ranks that together have all experts, of those with parts of the same experts, and of both."""
     if cut.ep == 1 and cut.divides_alike:
         return groups["self"], groups["tp"], groups["tp"]
     parts = groups["expert-tp"] if cut.expert_tp > 1 else groups["self"]
@@ -232,23 +232,22 @@ def remove_stage_state(module: ModuleType | None = None) -> None:
 
 
 def as_only_reader(module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
-    """Show data-parallel rank 0 while a data loader is built.
+    """Set the data-parallel rank to 0 while a data loader is built.
 
-    With the data-parallel size 1 that a plan shows, the loader yields every microbatch on every
-    replica; which of them a replica uses is the routing's business.
+    With the data-parallel size 1 under a plan, the loader yields every microbatch on every
+    replica; the plan's routing selects those that a replica uses.
     """
     return replaced(module or _parallel_state(), _MPU_DATA_PARALLEL_RANK=0)
 
 
 def at_chunk(chunk: int | None, module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
-    """Show the pipeline position of a chunk while something runs that asks for it by the rank alone.
+    """Set the pipeline position to that of a chunk while functions run that read the position of the rank.
 
-    In a V a stage comes twice, at different positions, and so it may where stages have different numbers of chunks:
-    Megatron's functions ask which rows of a batch a rank
-    needs, and which layers it has, by the position of the rank.
+    Megatron's functions decide by it which rows of a batch a rank needs, and which layers it has.  In V schedules,
+    and if stages have different numbers of chunks, the chunks of one rank have different positions.
 
     Args:
-        chunk: Of this rank; None where there is one only.
+        chunk: A chunk of this rank; None if there is only one.
         module: ``megatron.core.parallel_state`` (a stand-in in tests).
     """
     state: Any = module or _parallel_state()
@@ -259,7 +258,7 @@ def at_chunk(chunk: int | None, module: ModuleType | None = None) -> contextlib.
 
 
 def between_the_ends(module: ModuleType | None = None) -> contextlib.AbstractContextManager[None]:
-    """Show the last pipeline position, which is neither end of the model in any chunk but the last one."""
+    """Set the last pipeline position: in every chunk but the last one it is neither end of the model."""
     state: Any = module or _parallel_state()
     axis: Axis = state._PIPELINE_MODEL_PARALLEL_GROUP
     return _at(Axis(axis.length - 1, axis.length), state)

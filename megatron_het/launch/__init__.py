@@ -1,1 +1,1 @@
-"""The front door: what a training script calls, with the optional packages that flags ask for.  Open ``start.py``."""
+"""The entry point that training scripts call; it imports optional packages if flags need them.  See ``start.py``."""

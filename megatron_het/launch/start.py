@@ -1,8 +1,8 @@
 """The call that switches the extension on; a training script makes it before it imports ``megatron.training``.
 
 ``install()`` takes the ``--het-*`` flags off the command line, activates the platform, and, if there is a plan,
-installs it (:mod:`megatron_het.arguments.hooks`).  Automatic batches and plans that take turns are packages of their
-own, which are imported where flags ask for them.
+installs it (:mod:`megatron_het.arguments.hooks`).  Automatic batches and alternating plans are packages of their
+own, which are imported only if flags need them.
 """
 
 import runpy
@@ -30,14 +30,14 @@ def install(
 
     Args:
         argv: The command line with the program's name first; default ``sys.argv``.  Changed in
-            place: Megatron's parser sees what is left.
+            place: Megatron's parser gets the remaining words.
         make_session: Makes the session of a run with a plan; default :class:`HetSession`.
-        boundary: What happens between the iterations of a run with a plan; default nothing.
+        boundary: Hooks between the iterations of a run with a plan; default none.
 
     Raises:
-        SystemExit: A bad flag or a bad plan.  Rank 0 prints the one error message.
+        SystemExit: A bad flag or a bad plan.  Only rank 0 prints the error message.
     """
-    if _ENTERED:  # the script runs for one of several plans, and everything is ready for it
+    if _ENTERED:  # _enter() runs the script again for one of several plans, and has installed everything
         return _ENTERED[-1]
     words = list(sys.argv if argv is None else argv)
 
@@ -51,7 +51,7 @@ def install(
     return hooks.install(argv, make_session, boundary, choose_plan, _with_measured_shares)
 
 
-_ENTERED: list[HetConfig] = []  # the configuration with which the script runs, where this process has started it itself
+_ENTERED: list[HetConfig] = []  # configurations with which :func:`_enter` has run the script in this process
 
 
 def _enter(argv: list[str], boundary: "Boundary") -> None:
@@ -65,7 +65,7 @@ def _enter(argv: list[str], boundary: "Boundary") -> None:
 
 
 def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig, list[str]]:
-    """Automatic batches: the plan comes from measurements, on all ranks at once."""
+    """Returns the configuration with a plan from measurements on all ranks (automatic batches)."""
     from megatron_het.auto_batch.coordinate import plan_for
 
     assert config.auto_batch is not None
@@ -76,7 +76,7 @@ def _with_measured_plan(config: HetConfig, words: list[str]) -> tuple[HetConfig,
 
 
 def _with_measured_shares(config: HetConfig, device: "Platform") -> HetConfig:
-    """Imports what measures only where flags ask for it."""
+    """Completes the plan's shares by measurements; imports the code for it only if flags need it."""
     from megatron_het.auto_batch.measure import measured_config
 
     return measured_config(config, device)

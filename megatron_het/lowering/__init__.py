@@ -1,5 +1,5 @@
-"""From a plan to what every rank does: programs, rank programs, boundaries, transports.  No torch.
+"""Lowers a plan to the operations of every rank: programs, rank programs, boundaries, transports.  No torch.
 
-Open ``programs.py`` first, the one assembly: planner, validator, pictures and ranks all get their programs there.
-``ranks.py`` says which pieces of tensors go from rank to rank.
+Open ``programs.py`` first, the only assembly: planner, validator, pictures and ranks all get their programs there.
+``ranks.py`` computes which pieces of tensors are sent from rank to rank.
 """

@@ -22,7 +22,7 @@ from megatron_het.schedule.kinds import COLLECTIVES
 from megatron_het.schedule.transfers import add_transfers, post_receives_early
 from megatron_het.schedule.validate import check
 
-# The costs that a plan file carries, to and from those that the simulator reads.
+# Conversion between the costs in a plan file and the costs that the simulator reads.
 
 
 _SHARED = ("message_bytes", "weight_share", "diagonal", "operation_s", "post_s", "host_blocks")
@@ -30,7 +30,7 @@ _DIGITS = 6
 
 
 def costs_of(plan: Plan) -> Costs | None:
-    """Returns what the plan's prediction was made from; None where the plan does not say it."""
+    """Returns the costs from which the plan's prediction was made; None if the plan file has none."""
     planned = plan.predicted.costs if plan.predicted is not None else None
     if planned is None:
         return None
@@ -48,7 +48,7 @@ def costs_of(plan: Plan) -> Costs | None:
 
 
 def planned_costs(costs: Costs, program: Program) -> PlannedCosts:
-    """Costs as a plan file carries them, of the links that the program's transfers take."""
+    """Costs in the form of a plan file, with the links that the program's transfers use."""
     rows: dict[tuple[Any, ...], list[int]] = {}
     for device in range(len(program.ops)):
         chunks = tuple(
@@ -66,21 +66,21 @@ def _links(costs: Costs, program: Program) -> tuple[LinkCosts, ...]:
     found: dict[tuple[float, float], list[tuple[int, int]]] = {}
     for edge in edges:
         link = costs.link(*edge)
-        if math.isfinite(link.bytes_per_s):  # others are free
+        if math.isfinite(link.bytes_per_s):  # links of infinite bandwidth are free
             found.setdefault((_short(link.latency_s), _short(link.bytes_per_s)), []).append(edge)
     return tuple(LinkCosts(tuple(pairs), *figures) for figures, pairs in found.items())
 
 
 def _short(value: float) -> float:
-    """Rounds to the digits that a prediction is worth, so that devices that are alike share a row."""
+    """Rounds to the significant digits of a prediction, so that equal devices share a row."""
     return float(f"{value:.{_DIGITS}g}")
 
 
-# Which transport the transfers between stages use: as asked for, or as the programs allow.
+# Choice of the transport for transfers between stages: the requested one, or one for the device and the backend.
 #
 # NCCL runs the transfers of a group one after the other on the device, so transfers that wait for each
-# other in a cycle hang it.  It is taken where no cycle is possible, which the schedule library decides
-# with its strictest model (every transfer blocks).  Elsewhere tensors are staged through host memory.
+# other in a cycle would hang it.  The validator refuses such programs: it assumes that every transfer blocks.
+# If the process group's backend is not NCCL, tensors on a GPU are staged through host memory.
 
 
 TRANSPORTS = ("auto", "nccl", "gloo", "staged")
@@ -98,7 +98,7 @@ class Choice:
 
 
 def choose_transport(requested: str, backend: str, on_cuda: bool) -> Choice:
-    """Resolve ``auto`` and refuse what cannot work; programs are validated, so that none has a cycle of transfers.
+    """Resolve ``auto`` and refuse a transport that cannot work; validated programs have no cycle of transfers.
 
     Args:
         requested: One of ``TRANSPORTS``.
@@ -123,11 +123,11 @@ def choose_transport(requested: str, backend: str, on_cuda: bool) -> Choice:
 
 
 def posted_for(transport: str, program: Program) -> Program:
-    """The program with its receives where the transport wants them.
+    """The program with its receives at the positions that suit the transport.
 
-    gloo moves data once both ends are posted, and the host, which posts, is busy with compute (on the
-    CPU) or waits for received data (staged): receives are posted one operation ahead.  NCCL gets them in
-    the global order, which no cycle is possible in.
+    gloo moves data once both ends are posted, but the posting host may be busy with compute (on the
+    CPU) or wait for received data (staged).  So receives are posted one operation ahead.  For NCCL they stay in
+    the global order, in which no cycle is possible.
     """
     return program if transport == "nccl" else post_receives_early(program)
 
@@ -142,13 +142,13 @@ def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
 
     Args:
         plan: Checked (``features.registry.check_plan_alone``).
-        rank: Build only what this rank needs.  Replicas that exchange nothing fall into parts
-            (``schedule/generators/listing.py``); only the devices of the rank's own part have operations then,
-            the same ones as in the whole program.  Equal parts are made and validated once, so every rank
-            still refuses what any rank would refuse.
+        rank: Build only the operations that this rank needs.  Replicas that never exchange anything form separate
+            parts (``schedule/generators/listing.py``).  Then only the devices of the rank's own part have operations,
+            the same ones as in the whole program.  All parts are validated, equal ones once, so every rank
+            refuses the same plans.
 
     Raises:
-        PlanError: The schedule cannot run the plan's shape, the program uses operations that no executor has,
+        PlanError: The schedule cannot run the plan's shape, the program has operations that no handler executes,
             or it breaks a rule of the validator.
     """
     if rank is not None:
@@ -166,10 +166,10 @@ def build(plan: Plan, rank: int | None = None) -> dict[bool, Program]:
 
 
 def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
-    """The programs with the operations of a rank's part alone; None where the whole has to be built.
+    """The programs with the operations of a rank's part alone; None if the whole program has to be built.
 
-    That is where replicas take part in collectives or joint passes together, where the schedule does not go by
-    parts, and where a part cannot run, so that the error is about the whole.
+    The whole is needed if replicas share collectives, joint passes or attention, or if the schedule is not built from
+    parts.  It is also built if a part is invalid, so that the error is about the whole.
     """
     placement, features = Placement(plan), list(features_of(plan))
     where = placement.locate(rank)
@@ -201,7 +201,7 @@ def _of_own_part(plan: Plan, rank: int) -> dict[bool, Program] | None:
 
 
 def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
-    """A part's program with the microbatches and devices of the whole shape."""
+    """A part's program renumbered to the microbatches and devices of the whole shape."""
 
     def renamed(op: Op) -> Op:
         microbatch = part.microbatches[op.microbatch] if op.microbatch >= 0 else op.microbatch
@@ -214,10 +214,10 @@ def _in_whole(program: Program, part: Part, shape: Shape) -> Program:
 
 
 def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Program:
-    """One of the plan's programs, with all passes; not validated. Raises PlanError where the shape cannot run so.
+    """One of the plan's programs, with all passes; not validated.  Raises PlanError if the schedule refuses the shape.
 
     Args:
-        parts: What slices see, by microbatch and slice, where documents or sliding windows limit it.
+        parts: The tokens that slices see, by microbatch and slice, if documents or sliding windows limit them.
     """
     try:
         return assemble(
@@ -233,7 +233,7 @@ def program_of(plan: Plan, forward_only: bool = False, parts: Parts = ()) -> Pro
 
 
 def assemble_compute(plan: Plan, inputs: "Inputs") -> Program | None:
-    """The plan's program without transfers; None where ``inputs`` make more than passes; raises PlanError."""
+    """The plan's program without transfers; None if it has more than forwards and backwards; raises PlanError."""
     shape, speeds, parameters = inputs
     try:
         program = assemble(shape, plan.schedule.name, speeds=speeds, transfers="none", **parameters)
@@ -242,13 +242,13 @@ def assemble_compute(plan: Plan, inputs: "Inputs") -> Program | None:
     return program if program.kinds <= {Kind.FORWARD, Kind.BACKWARD} else None
 
 
-Inputs = tuple[Shape, list[float], dict[str, Any]]  # of a generator: shape, speeds of the devices, parameters
+Inputs = tuple[Shape, list[float], dict[str, Any]]  # inputs of a generator: shape, speeds of devices, parameters
 
 
 def generator_inputs(plan: Plan) -> Inputs | None:
-    """Shape, speeds of the devices and parameters of the plan's generator.
+    """Inputs of the plan's generator: shape, speeds of the devices and parameters.
 
-    None where features add operations, or replicas run passes together.
+    None if features add operations, or replicas run passes together.
     """
     if any(_adds_operations(feature) for feature, _ in features_of(plan)):
         return None
@@ -257,7 +257,7 @@ def generator_inputs(plan: Plan) -> Inputs | None:
 
 
 def _adds_operations(feature: Feature) -> bool:
-    """Whether a feature has passes that change programs, or prices of its own."""
+    """Whether a feature overrides a program pass or the pricing of operations."""
     theirs = type(feature)
     return (
         theirs.before_transfers is not Feature.before_transfers
@@ -271,14 +271,14 @@ def _speeds(plan: Plan) -> list[float]:
 
 
 def parameters_of(plan: Plan) -> dict[str, Any]:
-    """The generator's own parameters: those that no feature has."""
+    """The schedule's parameters that belong to the generator and to no feature."""
     name = plan.schedule.name
     taken = {option.parameter for feature in FEATURES if feature.goes_with(name) for option in feature.parameters}
     return {key: value for key, value in plan.schedule.parameters.items() if key not in taken}
 
 
 def schedule_shape(plan: Plan) -> Shape:
-    """Returns what a schedule is a function of, taken from the plan."""
+    """Returns the plan's schedule shape, of which schedules are pure functions."""
     fields: dict[str, Any] = {}
     for feature, options in features_of(plan):
         fields |= feature.shape(options)
@@ -313,8 +313,8 @@ def assemble(
 
     Args:
         shape: Stages, chunks, replicas, microbatches, slices.
-        features: What the program has besides; the passes run in this order.
-        transfers: Where receives go (``add_transfers``), or "none" for a program without transfers.
+        features: Features with their options; their passes run in this order.
+        transfers: Order of receives (``add_transfers``), or "none" for a program without transfers.
 
     Raises:
         ValueError: An unknown schedule, or one that cannot run the shape with these features.

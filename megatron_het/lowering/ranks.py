@@ -1,4 +1,4 @@
-"""From a Program over devices to what one rank does: transfers become pieces between ranks."""
+"""Lowers a Program over devices to the operations of one rank: transfers become pieces between ranks."""
 
 import itertools
 import re
@@ -17,24 +17,24 @@ from megatron_het.schedule.kinds import INPUT_GRADIENTS, RULES, Role
 # Stage boundaries: which ranks exchange which part of an activation.  Pure arithmetic.
 #
 # An activation is ``[s, b, h]``.  The context-parallel ranks of a replica hold blocks of the sequence
-# (``plan/placement.py``).  Of these, each of n TP ranks holds all, or, with sequence parallelism, the t-th of n equal
-# intervals.  The pieces that travel are the intersections of what the sender holds with what the receiver needs;
+# (``plan/placement.py``).  Each of n TP ranks holds all elements of these blocks or, with sequence parallelism, the
+# t-th of n equal intervals.  The transferred pieces are the intersections of the sender's and the receiver's elements;
 # each element reaches each receiving rank exactly once, whatever the sizes of both sides.  Activations and gradients
 # use the same function with the two sides exchanged.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements that go from world rank ``src`` to world rank ``dst``."""
+    """Elements that world rank ``src`` sends to world rank ``dst``."""
 
     src: int
     dst: int
-    sent: int  # first of them in the sender's tensor
-    received: int  # first of them in the receiver's tensor
+    sent: int  # index of the first element in the sender's tensor
+    received: int  # index of the first element in the receiver's tensor
     length: int
 
     def rows(self, *, sending: bool) -> tuple[int, int]:
-        """First and end of the elements in the tensor of the rank that sends, or of the one that receives."""
+        """First and end index of the elements in the sender's or the receiver's tensor."""
         first = self.sent if sending else self.received
         return first, first + self.length
 
@@ -43,10 +43,10 @@ class Piece:
 class Side:
     """One side of a boundary: the ranks of a replica and how they divide a sequence."""
 
-    groups: tuple[tuple[int, ...], ...]  # TP ranks by context-parallel rank
-    divided: bool  # whether the TP ranks of a group divide what the group holds
-    shares: tuple[int, ...] = (1,)  # how the groups divide a sequence, as in ``plan/placement.py``
-    grain: int = 1  # what the tokens of every group are a multiple of
+    groups: tuple[tuple[int, ...], ...]  # for each context-parallel rank its TP ranks
+    divided: bool  # whether the TP ranks of a group divide the group's elements
+    shares: tuple[int, ...] = (1,)  # relative sizes of the groups' parts of a sequence, as in ``plan/placement.py``
+    grain: int = 1  # the number of tokens of every group is a multiple of it
 
     @property
     def is_divided(self) -> bool:
@@ -60,11 +60,11 @@ class Side:
                 yield rank, part, tp_rank
 
     def blocks(self, tokens: int) -> list[Blocks]:
-        """Returns what each context-parallel rank holds of ``tokens`` elements."""
+        """Returns the blocks of ``tokens`` elements that each context-parallel rank holds."""
         return list(token_blocks(self.shares, tokens, self.grain))
 
     def held(self, blocks: Blocks, tp_rank: int) -> Blocks:
-        """Returns what a TP rank holds of the blocks of its group, in the order of its tensor."""
+        """Returns a TP rank's part of the blocks of its group, in the order of its tensor."""
         if not self.is_divided:
             return blocks
         n, whole = len(self.groups[0]), sum(end - first for first, end in blocks)
@@ -78,7 +78,7 @@ class Side:
         return found
 
     def length(self, rank: int, tokens: int) -> int:
-        """Elements that a world rank of this side holds."""
+        """Number of elements that a world rank of this side holds, of ``tokens``."""
         blocks = self.blocks(tokens)
         return next(
             sum(b - a for a, b in self.held(blocks[part], t)) for other, part, t in self.ranks() if other == rank
@@ -86,15 +86,15 @@ class Side:
 
 
 def pieces(sender: Side, receiver: Side, tokens: int) -> list[Piece]:
-    """All pieces of one transfer, ordered by receiver, then sender, then place.
+    """All pieces of one transfer, ordered by receiver, then sender, then position.
 
-    When the TP ranks of a sender's group all hold the same, receiver j is served by sender j mod n,
+    If the TP ranks of a sender's group all hold the same elements, rank j of n sends to receiver j mod n,
     so that the load spreads over the sender's links.
 
     Args:
-        sender: Who has the elements.
-        receiver: Who needs them.
-        tokens: How many elements there are.
+        sender: The side that has the elements.
+        receiver: The side that needs them.
+        tokens: Number of elements.
     """
     has, needs = sender.blocks(tokens), receiver.blocks(tokens)
     found: list[Piece] = []
@@ -107,7 +107,7 @@ def pieces(sender: Side, receiver: Side, tokens: int) -> list[Piece]:
 
 
 def _common(src: int, dst: int, has: Blocks, wants: Blocks) -> list[Piece]:
-    """Returns what two ranks have in common; neighbours in both tensors are one piece."""
+    """Returns the pieces of elements that two ranks have in common, joined where contiguous in both tensors."""
     found: list[Piece] = []
     for (sent, have), (received, want) in itertools.product(_placed(has), _placed(wants)):
         lo, hi = max(have[0], want[0]), min(have[1], want[1])
@@ -123,24 +123,24 @@ def _common(src: int, dst: int, has: Blocks, wants: Blocks) -> list[Piece]:
 
 
 def _placed(blocks: Blocks) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Blocks with the place of their first element in the tensor that holds them."""
+    """Yields every block with the index of its first element in the tensor that holds the blocks."""
     at = 0
     for first, end in blocks:
         yield at, (first, end)
         at += end - first
 
 
-# Which part of a full parameter a tensor-parallel rank holds, and what two ranks have in common.
+# Which part of a full parameter a tensor-parallel rank holds, and which rows two ranks have in common.
 #
 # Megatron splits a parameter along ``partition_dim``.  A plain parameter is cut into n equal
 # intervals.  A gated one (SwiGLU's fused gate and up projection, ``partition_stride`` 2) is
 # ``[gate, up]`` in full and ``[gate_t, up_t]`` on rank t.  The input projection of a recurrent layer
-# is likewise made of parts, of different sizes.  Fused QKV weights are stored group by
+# has parts, too, but of different sizes.  Fused QKV weights are stored group by
 # group, so cutting them into n intervals keeps whole query groups together as long as TP divides
 # the number of groups, which plans guarantee.
 
 Stride = int | tuple[int, ...]
-"""Blocks that are each split over TP ranks: how many equal ones, or the sizes to each other of unequal ones."""
+"""Blocks that are each split over TP ranks: the number of equal blocks, or the relative sizes of unequal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def segments(full_size: int, tp: int, tp_rank: int, stride: Stride = 1) -> list[
     """The segments of a shard in local order.
 
     Args:
-        tp_rank: Rank within it.
+        tp_rank: Rank in the TP group.
         stride: The blocks that are each split over the ranks (2 for gated weights).
     """
     sizes = (1,) * stride if isinstance(stride, int) else stride
@@ -180,7 +180,7 @@ def segments(full_size: int, tp: int, tp_rank: int, stride: Stride = 1) -> list[
 
 
 def stride_of(parameter: object) -> Stride:
-    """The blocks of a parameter that TP cuts, by what Megatron's layers say of it."""
+    """The blocks of a parameter that TP splits, from the attributes that Megatron's layers set on it."""
     sizes = getattr(parameter, "partition_sizes", None)
     return tuple(sizes) if sizes else int(getattr(parameter, "partition_stride", 1))
 
@@ -188,8 +188,8 @@ def stride_of(parameter: object) -> Stride:
 def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
     """Common rows of two shards, in ascending order of the full parameter.
 
-    Both sides compute the same list (with the roles exchanged), which is what makes a flat message
-    without headers possible.
+    Both sides compute the same list (with the roles exchanged), so that a flat message needs no
+    headers.
     """
     found = []
     for a in sorted(mine, key=lambda s: s.full):
@@ -200,36 +200,36 @@ def overlaps(mine: list[Segment], theirs: list[Segment]) -> list[Overlap]:
     return found
 
 
-# Which experts of a layer a rank holds, which part of each, and what their parameters are called.
+# Which experts of a layer a rank holds, which part of each, and the names of their parameters.
 #
-# A layer's experts are divided over the ranks of an expert group, which is a TP group or spans several: it is cut into
-# EP parts one after the other, each of which has its own experts, and the ranks of a part cut these like a TP group of
-# their own.
+# A layer's experts are divided over the ranks of an expert group, which is one TP group or several.  The group has
+# EP parts of consecutive ranks.  Each part has experts of its own, and its ranks divide each of them like a TP
+# group.
 
 
 _NAME = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 
 
 class ExpertName(NamedTuple):
-    """The name of a parameter of one expert, around the expert's number."""
+    """Name of an expert's parameter, split at the expert's number."""
 
-    before: str  # of the layer and, in grouped layers, of the parameter
-    expert: int  # its number, on this rank or in the layer
-    after: str  # of the parameter, in layers of one module per expert
+    before: str  # name of the layer and, in grouped layers, of the parameter
+    expert: int  # number of the expert, on this rank or in the layer
+    after: str  # name of the parameter, in layers with one module per expert
 
     def of(self, expert: int) -> str:
-        """Returns the name of this parameter of another expert."""
+        """Returns the name of the same parameter of another expert."""
         return f"{self.before}{expert}{self.after}"
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """The parts of a parameter's name; None if it belongs to no single expert."""
+    """Splits a parameter's name; None if the parameter belongs to no single expert."""
     match = _NAME.fullmatch(name)
     return ExpertName(match[1], int(match[2]), match[3]) if match else None
 
 
 def held_experts(experts: int, cut: Cut, expert_rank: int) -> range:
-    """Numbers in the layer of the experts that a rank holds."""
+    """Numbers, within the layer, of the experts that a rank holds."""
     each = experts // cut.ep
     first = expert_rank // cut.expert_tp * each
     return range(first, first + each)
@@ -238,10 +238,10 @@ def held_experts(experts: int, cut: Cut, expert_rank: int) -> range:
 def expert_segments(
     full_size: int, cut: Cut, expert_rank: int, stride: Stride, expert: int, experts: int
 ) -> list[Segment]:
-    """The segments that a rank holds of a parameter of one expert; none of an expert that it does not hold.
+    """The segments of an expert's parameter that a rank holds; none if it does not hold the expert.
 
     Args:
-        stride: As of :func:`segments`.
+        stride: See :func:`segments`.
     """
     if expert not in held_experts(experts, cut, expert_rank):
         return []
@@ -256,13 +256,12 @@ Slot = tuple[Kind, tuple[int, int, int]]
 class RankOp:
     """One operation of one rank.
 
-    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]`` of a slice of nominal length, and of the context
-    exchange the key-value groups that the two ranks have in common, as the owner counts its own; ``peer`` is a world
-    rank.
-    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may go; of ATTEND_HELP
-    operations, the one in which a rank without a pass in the slot does the work.
-    ``start`` and ``stop`` are those of the schedule's operation (layers of a parameter operation, units of
-    the context exchange).
+    ``lo`` and ``hi`` are rows of the *local* tensor ``[s, b, h]`` of a slice of nominal length.  In operations of the
+    context exchange they are the key-value groups that both ranks have, as the owner numbers its groups.  ``peer`` is
+    a world rank.
+    ``is_final_piece`` marks the last piece of a transfer, after which the tensor may be freed.  Among ATTEND_HELP
+    operations it marks the one in which a rank without a pass in the slot computes.
+    ``start`` and ``stop`` are copied from the schedule's operation (layers, or units of the context exchange).
     """
 
     kind: Kind
@@ -279,7 +278,7 @@ class RankOp:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """(microbatch, slice, chunk) of the compute operation it is or belongs to."""
+        """(microbatch, slice, chunk) of the compute operation that this operation is or serves."""
         return self.microbatch, self.slice, self.chunk
 
 
@@ -287,11 +286,11 @@ class RankOp:
 class RankProgram:
     """The operations of one rank in order.
 
-    ``backwards[c]`` counts the passes of chunk c that make the gradient of its input, and ``sends`` holds
-    (kind, key) of the results that this rank sends.  ``handovers`` maps results whose consumer is this very rank
-    (a pipeline of one stage) to the consumer: (kind, key) of the send and of the receive that a
-    transfer would have been.  ``losses_known`` is how many operations come before all ranks add up
-    tokens, where updates inside the iteration need them; None elsewhere.
+    ``backwards[c]`` counts the passes of chunk c that compute the gradient of its input.  ``sends`` holds
+    (kind, key) of the results that this rank sends.  ``handovers`` maps results that this rank itself consumes
+    to the consumer: (kind, key) of the send and of the receive that a transfer would have had.
+    ``losses_known`` is the number of operations before all ranks add up their tokens, if updates inside the
+    iteration need the sum; otherwise None.
     """
 
     ops: tuple[RankOp, ...]
@@ -306,7 +305,7 @@ class BoundaryMap:
     """The pieces of every transfer between two devices of a plan.
 
     Args:
-        tokens: Length of the sequence, or the slice, that travels.
+        tokens: Length of the transferred sequence or slice.
         sequence_parallel: Whether replicas with TP > 1 split the sequence.
     """
 
@@ -325,10 +324,10 @@ class BoundaryMap:
         return self._cache[sender, receiver]
 
     def shared_groups(self, owner: int, helper: int) -> list[Piece]:
-        """The key-value groups that ranks of two devices share, each counted as its own rank does.
+        """The key-value groups that ranks of two devices have in common, numbered locally on each rank.
 
-        Every TP rank of a device has an equal interval of them, and so of the heads that attend to them.
-        What a context-parallel rank gives away goes to one of the helper's.
+        Every TP rank of a device has an equal interval of the groups, and so of the heads that attend to them.
+        The attention that a context-parallel rank gives away goes to one context-parallel rank of the helper.
         """
         has, gets = self._replicas[owner], self._replicas[helper]
         found: list[Piece] = []
@@ -338,19 +337,19 @@ class BoundaryMap:
         return found
 
     def pairs(self, owner: int, helper: int) -> list[tuple[int, int]]:
-        """World ranks of two devices that share attention heads."""
+        """Pairs of world ranks (owner, helper) that have attention heads in common."""
         return [(piece.src, piece.dst) for piece in self.shared_groups(owner, helper)]
 
     def side(self, rank: int) -> Side:
-        """How the replica of a world rank divides sequences."""
+        """The side of a world rank's replica."""
         return next(side for side in self._sides if any(rank in group for group in side.groups))
 
     def local_length(self, device: int, rank: int) -> int:
-        """Tokens of an activation on a world rank of a device."""
+        """Number of an activation's tokens on a world rank of a device."""
         return self._sides[device].length(rank, self.tokens)
 
     def part_lengths(self) -> dict[int, int]:
-        """Tokens on each world rank, before TP ranks divide them."""
+        """Number of tokens on each world rank, before TP ranks divide them."""
         found: dict[int, int] = {}
         for side in self._sides:
             tokens = [part_tokens(blocks) for blocks in side.blocks(self.tokens)]
@@ -359,19 +358,19 @@ class BoundaryMap:
 
 
 def side_of(plan: Plan, replica: Replica, divided: bool) -> Side:
-    """How a replica divides sequences, and its TP ranks what their context-parallel rank holds (``divided``)."""
+    """The side of a replica; ``divided``: whether TP ranks divide the tokens of their context-parallel rank."""
     groups = tuple(replica.tp_group(part) for part in range(replica.cp))
     return Side(groups, divided, replica.shares, part_grain(plan, replica))
 
 
 def boundary_map(placement: Placement) -> BoundaryMap:
-    """The pieces of what travels of a slice of nominal length; of a longer or shorter one it is in proportion."""
+    """The boundary map for a slice of nominal length; pieces of longer or shorter slices are in proportion."""
     plan = placement.plan
     return BoundaryMap(placement, slice_tokens(plan), plan.training.sequence_parallel)
 
 
 def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> RankProgram:
-    """The program of one world rank.  Keeps the device's order, so it stays a projection of the global one."""
+    """The program of one world rank, in the order of its device's operations."""
     ops: list[RankOp] = []
     backwards = [0] * len(program.shape.layers[program.devices[device].stage])
     busy = frozenset[Op]().union(*(rules.busy(program, device) for rules in RULES))
@@ -392,7 +391,7 @@ def lower(program: Program, boundaries: BoundaryMap, device: int, rank: int) -> 
 
 
 def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
-    """Results that stay on the device, with the operation of the device that they are for."""
+    """Results that stay on the device: the send to the receive that a transfer would have had."""
     dependencies = Dependencies.of(program)
     found: dict[Slot, Slot] = {}
     for op in program.ops[device]:
@@ -406,20 +405,20 @@ def _handovers(program: Program, device: int) -> dict[Slot, Slot]:
 
 
 def _by_piece(op: Op, boundaries: BoundaryMap, device: int, rank: int, is_work: bool) -> list[RankOp]:
-    """One operation per rank of the other device with which this one exchanges tokens, or shares attention heads.
+    """One operation per rank of the other device that exchanges tokens, or has attention heads in common, with this.
 
     Args:
-        is_work: Of what shares heads: whether a rank without a pass in the slot does the work in it.
+        is_work: For operations by heads: whether a rank without a pass in the slot computes in this one.
     """
     by_heads = op.kind.fields.by_heads
-    # Pieces lead from who sends, or owns the heads, to who receives, or helps.
+    # Pieces lead from the sender, or the owner of the heads, to the receiver, or the helper.
     is_source = not op.kind.fields.of_peer if by_heads else op.kind in SENDS
     ends = (device, op.peer) if is_source else (op.peer, device)
     shared = boundaries.shared_groups(*ends) if by_heads else boundaries.pieces(*ends)
     mine = [piece for piece in shared if rank == (piece.src if is_source else piece.dst)]
     found = []
     for i, piece in enumerate(mine):
-        lo, hi = piece.rows(sending=is_source or by_heads)  # heads as their owner counts them
+        lo, hi = piece.rows(sending=is_source or by_heads)  # heads as their owner numbers them
         found.append(
             RankOp(
                 kind=op.kind,
@@ -446,9 +445,9 @@ def _label(op: Op) -> str:
 
 
 def edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
-    """Directed rank pairs that the programs use, in an order that is the same on every rank.
+    """Directed rank pairs between which the programs transfer, in an order that is the same on every rank.
 
-    Keys and values of the context exchange included, its queries and results not.
+    This includes keys and values of the context exchange, but not its queries and results.
 
     Args:
         programs: Training and evaluation.
