@@ -1,4 +1,4 @@
-"""The agent of a node: starts one worker per device once, watches over them, and passes on what happens."""
+"""The agent of a node: starts one worker per device, monitors them, and reports events to the controller."""
 
 import contextlib
 import ctypes
@@ -39,50 +39,50 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class Node:
-    """Holds what an agent is told about its node."""
+    """Configuration of an agent's node."""
 
-    setting: Setting  # of every worker, but for its process number and folder
-    workers: int  # how many to start
-    folder: Path  # for logs
+    setting: Setting  # setting of every worker, except its process number and folder
+    workers: int  # number of workers to start
+    folder: Path  # folder for logs
     flags: tuple[str, ...]
-    restarts: int  # how often a device gets another worker after one was ended by a signal
+    restarts: int  # how often a device gets another worker after a signal has ended one
 
     def device(self, slot: int) -> str:
-        """Kind of a device: ``A100*4,V100*2`` names those of a node with several kinds in their order."""
+        """Kind of a device; a node with several kinds has a text like ``A100*4,V100*2``, in the order of devices."""
         runs = [re.fullmatch(r"(.+)\*([0-9]{1,4})", run) for run in self.setting.device.split(",")]
         kinds = [run[1] for run in runs if run is not None for _ in range(int(run[2]))]
         return kinds[slot] if all(runs) and slot < len(kinds) else self.setting.device
 
 
 class Log:
-    """A worker's log: what comes over a pipe goes into a file of bounded size, as far as there is room on the disk.
+    """A worker's log: output from a pipe is written to a file of bounded size, as long as the disk has room.
 
-    Once the file is full it becomes ``NAME.1``, and the one before it is dropped.  A worker writes into the pipe, so
-    that no full disk makes its own writes fail.
+    A full file is renamed to ``NAME.1`` and replaces the earlier one.  The worker writes into the pipe, so
+    that a full disk does not make its own writes fail.
     """
 
     def __init__(self, file: Path) -> None:
         self._file, self._older = file, file.with_name(f"{file.name}.1")
         self._ending = b""
         self._source, self.pipe = os.pipe()
-        with contextlib.suppress(OSError):  # a larger one is a kindness to workers of an agent that hangs
+        with contextlib.suppress(OSError):  # a larger pipe lets workers of an agent that hangs go on for longer
             fcntl.fcntl(self.pipe, getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_BYTES)
         self._thread = threading.Thread(target=self._pass_on, name=f"log {file}", daemon=True)
         self._thread.start()
 
     def started(self) -> None:
-        """The worker has the pipe; this process does not write into it."""
+        """Close this process's writing end of the pipe, which the started worker has inherited."""
         os.close(self.pipe)
 
     def ended(self) -> bytes:
-        """The last of what was said, once the worker has ended."""
+        """Returns the end of the output, after the worker has ended."""
         self._thread.join(_LOG_END_S)
         return self._ending
 
     def _pass_on(self) -> None:
         while part := os.read(self._source, 65536):
             self._ending = (self._ending + part)[-_LOG_BYTES:]
-            with contextlib.suppress(OSError):  # the disk is full or gone: what is said is lost, and nothing else
+            with contextlib.suppress(OSError):  # the disk is full or gone: only this output is lost
                 self._write(part)
         os.close(self._source)
 
@@ -99,33 +99,33 @@ class Log:
 class _Worker:
     """A worker that was started."""
 
-    number: int  # its process number
-    slot: int  # its device
+    number: int  # process number
+    slot: int  # index of its device on the node
     process: subprocess.Popen[bytes]
     log: Log
     identity: str = ""  # random number of the process
-    is_refused: bool = False  # whether the controller does not take it; another one would not be taken either
-    # whether its number was another one's, so that a worker with a new number takes its place
+    is_refused: bool = False  # whether the controller has refused it, as it would refuse another worker
+    # whether its number belongs to another process, so that a worker with a new number replaces it
     comes_again: bool = False
 
 
 class Agent:
     """Runs the workers of a node.
 
-    While the controller is away its workers go on, and are looked after.
+    While the controller is away, the workers go on and the agent monitors them.
 
     Args:
-        node: What to start.
-        helper: The controller's process, where this agent has started it.
+        node: Configuration of the node.
+        helper: The controller's process, if this agent has started it.
     """
 
     def __init__(self, node: Node, say: Callable[[str], None], helper: subprocess.Popen[bytes] | None = None) -> None:
         self._node, self._say, self._helper = node, say, helper
         self._board = node.setting.board()
-        # The controller has ever answered; it was said what is waited for, or that the node leaves.
+        # Whether the controller has ever answered; whether the wait, or the leaving, was reported to the user.
         self._has_met = self._waits = False
         self._away_since_s: float | None = None
-        self._unsaid: deque[dict[str, Any]] = deque()  # what it has not heard yet
+        self._unsaid: deque[dict[str, Any]] = deque()  # messages that the controller has not received yet
         self._workers: list[_Worker] = []
         self._to_start = list(range(node.workers))
         self._restarts = [node.restarts] * node.workers
@@ -135,10 +135,10 @@ class Agent:
         self._begun_s = self._told_s = self._met_s = self._asked_s = 0.0
 
     def run(self) -> int:
-        """Until the job is over, or no worker is left and no controller runs here; returns the exit code.
+        """Run until the job is over, or no worker is left and no controller runs here; returns the exit code.
 
         Raises:
-            StoreError: The controller does not answer, and there is nothing else to do.
+            StoreError: The controller does not answer, and no worker is left.
         """
         if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # a script may want the node to stay
             signal.signal(signal.SIGTERM, self._ask_to_leave)
@@ -164,7 +164,7 @@ class Agent:
         return int(not self._asked if code is None else code != 0)
 
     def _wait_for_controller(self) -> int | None:
-        """The exit code of the controller that this agent has started: the other nodes need it; None without one."""
+        """Wait for the controller that this agent has started, which other nodes need; its exit code, None without."""
         if self._helper is None or self._to_leave:
             return None
         if self._helper.poll() is None:
@@ -174,16 +174,16 @@ class Agent:
         return code
 
     def _ask_to_leave(self, *_unused: Any) -> None:
-        """SIGTERM is a notice: the node leaves when the running iteration is done, or one more."""
+        """SIGTERM: the node leaves at the end of the running iteration or of the next one."""
         self._asked = self._to_leave = True
         self._asked_s = self._asked_s or time.monotonic()
 
     def _ask_to_stop(self, *_unused: Any) -> None:
-        """SIGUSR1: all ranks save and end, where the training was started with ``--exit-signal SIGUSR1``."""
+        """SIGUSR1: all ranks save and end, if the training was started with ``--exit-signal SIGUSR1``."""
         self._stops = True
 
     def _meet(self) -> Any:
-        """Tell the controller what it has not heard, do what it wants; its last word where the job is over."""
+        """Send pending messages to the controller and follow its orders; its final status if the job is over."""
         now_s, away = time.monotonic(), self._away_since_s
         if now_s - self._met_s < _MEET_S and not self._unsaid and not self._to_start:
             return None
@@ -211,10 +211,10 @@ class Agent:
         return over
 
     def _miss(self, error: StoreError) -> None:
-        """The controller does not answer.
+        """Handle a request that the controller did not answer.
 
         Raises:
-            StoreError: It never did, or nothing is left that could go on without it.
+            StoreError: It has never answered, or nothing is left that could go on without it.
         """
         now_s, timeout_s = time.monotonic(), self._node.setting.timeout_s
         code = None if self._helper is None else self._helper.poll()
@@ -273,7 +273,7 @@ class Agent:
         return self._node.folder / f"worker-{number}" / "log.txt"
 
     def _drop_old_logs(self, new: Path) -> None:
-        """Keep what the last few workers that have ended wrote: each change may bring another one."""
+        """Delete all but the newest logs of a device's ended workers: each change may add another one."""
         own = {new, *(self._log(worker.number).parent for worker in self._workers)}
         ended = [folder for folder in self._node.folder.glob("worker-*") if folder not in own]
         for folder in sorted(ended, key=lambda one: one.stat().st_mtime)[: -_KEPT_LOGS * self._node.workers]:
@@ -309,7 +309,7 @@ class Agent:
             self._say(f"worker {worker.number} was refused: {refused['why']}")
             worker.process.kill()
         elif _is_meant(worker, kill):
-            worker.process.send_signal(signal.SIGUSR2)  # its threads write into its log where they are
+            worker.process.send_signal(signal.SIGUSR2)  # its threads write their stacks into its log
             time.sleep(_LAST_WORDS_S)
             worker.process.kill()
         elif _is_meant(worker, gone):
@@ -317,7 +317,7 @@ class Agent:
             worker.process.kill()
 
     def _perhaps_restart(self, worker: _Worker, code: int) -> None:
-        """A worker that was ended by a signal comes back as a newcomer; one that ended by itself would do so again."""
+        """Start a new worker for one that a signal has ended; one that exited by itself would exit again."""
         if self._asked or worker.is_refused:
             return
         if worker.comes_again:
@@ -335,9 +335,9 @@ class Agent:
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a worker, if it has not ended, and what it has started.
+    """End a worker, if it is running, and all processes that it has started.
 
-    Saving a checkpoint and reading data start processes that wait for their parent for ever once it was killed.
+    Checkpoint and data processes would wait for ever for a parent that was killed.
 
     Args:
         process: The worker, started in a session of its own.
@@ -352,18 +352,18 @@ def _end_session(leader: int) -> None:
 
 
 def _last_words(said: bytes) -> str:
-    """Returns what a worker has refused, as its log's last message of ours says; empty where there is none."""
+    """Returns the last message of megatron_het in a worker's output, such as a refusal; empty if there is none."""
     lines = said.decode(errors="replace").splitlines()
     own = [line for line in lines if line.startswith("megatron_het: ")]
     return f": {own[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if own else ""
 
 
 def _is_meant(worker: _Worker, document: Any) -> bool:
-    """Whether a document about a process number is about this worker."""
+    """Whether a document about a process number belongs to this worker's process."""
     return document is not None and document["identity"] in ("", worker.identity)
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end the worker when its agent is killed: nobody would look after it."""
+    """Have the kernel end the worker when its agent is killed, because no process would monitor it."""
     assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

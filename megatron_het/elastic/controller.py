@@ -1,7 +1,7 @@
 """The controller: membership, plan and generation of a job.  It is no rank and moves no state.
 
-It reads what agents and workers post and what their signs of life say, decides, and writes the next generation.  What
-it has decided is in a file as well, so that it can be started again while the job trains on.
+It reads messages and heartbeats of agents and workers, decides, and writes the next generation.  Its
+decisions are also in a file, so that it can be restarted while the training goes on.
 """
 
 import json
@@ -31,9 +31,9 @@ class Controller:
 
     board: ServedBoard  # served by this process
     planner: Planner  # makes plans
-    state: Path  # file with what was decided
-    nodes: int  # nodes to wait for before the first generation
-    bounds: members.Bounds  # how long to wait
+    state: Path  # file with the decisions
+    nodes: int  # number of nodes to wait for before the first generation
+    bounds: members.Bounds  # bounds on waits
     say: Callable[[str], None]
     is_replaced: Callable[[], bool] = lambda: False  # whether another controller has taken the job over
     fallback: str = ""  # folder for checkpoints that cannot be written into ``--save``; empty for none
@@ -63,16 +63,16 @@ class Controller:
         self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
         self.history: list[dict[str, Any]] = []
-        """One entry per change: why, and when what was done (wall clock)."""
+        """One entry per change: its reason, and the times of its phases (wall clock)."""
         self._recover()
         self.board.start()
 
     def run(self) -> None:
-        """Until the job is over.
+        """Run until the job is over.
 
         Raises:
-            JobError: It cannot go on.
-            ReplacedError: Another controller goes on with it.
+            JobError: The job cannot go on.
+            ReplacedError: Another controller has taken the job over.
         """
         try:
             while not self._step():
@@ -86,7 +86,7 @@ class Controller:
         self._end("")
 
     def _step(self) -> bool:
-        """One round; whether the job is over."""
+        """Run one round; returns whether the job is over."""
         if self.is_replaced():
             raise members.ReplacedError(f"another controller has taken over {self.state.parent}; this one ends")
         self._listen()
@@ -105,7 +105,7 @@ class Controller:
             self._after_failure(generation, alive)
         elif self._wanted is not None and all(process in self._ended for process in alive):
             if any(self._ended[process]["how"] == "finished" for process in alive):
-                return True  # the last iteration came before the change
+                return True  # the last iteration was done before the change
             self._next(*self._wanted)
         elif self._wanted is None:
             if reason := self._lessons.reason(generation, self._members):
@@ -114,7 +114,7 @@ class Controller:
             self._perhaps_change(generation)
         return False
 
-    # -- what others say -------------------------------------------------------------------------
+    # -- messages of agents and workers ----------------------------------------------------------
 
     def _listen(self) -> None:
         while self.board.has(f"inbox/{self._read + 1}"):
@@ -174,7 +174,7 @@ class Controller:
                 self.say(f"{said}: {message['error']}")
 
     def _tell_waiting(self, why: str) -> None:
-        """End the waits for a process of this generation."""
+        """End the waits of workers for a process of this generation that is lost."""
         assert self._generation is not None
         if not self.board.has(self._generation.lost_key):
             self.board.put(self._generation.lost_key, why)
@@ -197,7 +197,7 @@ class Controller:
         self._leaving.discard(node)
         self._members[number] = members.Member(Process(number, node, str(message["device"])), identity=identity)
         self._arrivals.came(node, int(message.get("workers", 1)))
-        self._give_no_number_below(number)  # a controller that is started again gives its number to nobody else
+        self._give_no_number_below(number)  # a restarted controller must not give this number to another process
         self._unwritten = True
         self.say(f"worker {number} on {node} is ready")
 
@@ -207,13 +207,13 @@ class Controller:
             self.board.start_count("processes", number)
 
     def _adopt(self, generation: Generation) -> None:
-        """Go on with a generation that workers run and this controller's file does not know."""
+        """Take over a generation that workers run but that this controller's file does not have."""
         if self._generation is not None and generation.number <= self._generation.number:
             return
         self.say(f"the state in {self.state} is older than the job: generation {generation.number} runs")
         silent = [number for number, member in self._members.items() if member.beats < 0]
         for number in set(silent).difference(generation.ranks):
-            del self._members[number]  # known from the file only; a sign of life makes it known again
+            del self._members[number]  # only in the file; a heartbeat adds it again
         for number, node in zip(generation.ranks, generation.nodes, strict=True):
             if number not in self._members and number not in self._gone:
                 self._members[number] = members.Member(Process(number, node))
@@ -245,7 +245,7 @@ class Controller:
             self._unwritten = True
 
     def _release(self) -> None:
-        """Let nodes go that leave, once the generation trains or before the first: nobody needs what they have."""
+        """Let leaving nodes go, once the generation trains or before the first one: their state is not needed."""
         if self._generation is not None and not (self.history and self.history[-1].get("opened")):
             return
         ranks = () if self._generation is None else self._generation.ranks
@@ -263,7 +263,7 @@ class Controller:
     def _watch(self) -> None:
         now = time.monotonic()
         gap_s, self._watched_s = now - self._watched_s, now
-        if gap_s > _GAP_S:  # this process was stopped: what others said meanwhile is read after this
+        if gap_s > _GAP_S:  # this process was stopped: messages from that time are read later
             for member in self._members.values():
                 member.seen_s += gap_s
             if self._failed_since is not None:
@@ -297,7 +297,7 @@ class Controller:
     def _hear_beat(self, beat: Any, now_s: float) -> None:
         number, identity = int(beat["process"]), str(beat.get("identity", ""))
         member = self._members.get(number)
-        if member is None and number not in self._gone:  # it came under an earlier controller
+        if member is None and number not in self._gone:  # it joined under an earlier controller
             self._welcome(beat)
             member = self._members.get(number)
         if member is None or beat["beats"] == member.beats or member.identity not in ("", identity):
@@ -310,7 +310,7 @@ class Controller:
         member.rates = (host, link) if host > 0 and link > 0 else None
         ended, running = beat.get("ended"), self._generation
         if ended and running and number not in self._ended and ended["generation"] == running.number:
-            self._note_ended(ended)  # it was said to a controller that is no more
+            self._note_ended(ended)  # its message was for an earlier controller
 
     def _kill(self, number: int, why: str) -> None:
         member = self._members.get(number)
@@ -324,7 +324,7 @@ class Controller:
             return
         self._forget(number)
         self.say(why)
-        self._lost = max(self._lost, why, key=len)  # one that names its reason is longer
+        self._lost = max(self._lost, why, key=len)  # the text with a reason is longer
         if self._generation is None:
             return
         if number in self._generation.movers:
@@ -338,12 +338,12 @@ class Controller:
         return [m.process for m in self._members.values() if m.process.node not in self._leaving]
 
     def _rates(self) -> worth.Rates:
-        """How fast state moves, as the slowest copies in memory went."""
+        """Rates at which state moves, from the slowest in-memory copies."""
         rates = [member.rates for member in self._members.values() if member.rates is not None]
         return worth.Rates(*map(min, zip(*rates, strict=True))) if rates else worth.Rates()
 
     def _prepare(self) -> None:
-        """Have plans made for the pool that is there, and for what is left when any one node is lost."""
+        """Request plans for the present pool, and for the pool without any one node."""
         pool = self._pool()
         numbers = frozenset(process.number for process in pool)
         if numbers == self._prepared or len({p.node for p in pool}) < (self.nodes if self._generation is None else 1):
@@ -353,7 +353,7 @@ class Controller:
         self.planner.prepare([pool, *(left for left in without if left)])
 
     def _perhaps_change(self, generation: Generation) -> None:
-        """Nodes that leave, and newcomers with whom there is a better plan; every pool is looked at once."""
+        """Change the plan if nodes leave, or if newcomers allow a better one; every pool is considered once."""
         pool = self._pool()
         staying = frozenset(process.number for process in pool)
         if staying == self._considered or not self.planner.is_ready(pool):
@@ -385,16 +385,16 @@ class Controller:
                 self._want("a node joins")
 
     def _problems(self, plan: Plan, newcomers: Collection[int]) -> list[str] | None:
-        """See :class:`Checks`, made by a newcomer; a plan that has run needs none."""
+        """The problems of a plan from a newcomer's :class:`Checks`; a plan that has run is not checked."""
         if plan in self._proved:
             return []
         return self._checks.problems(plan, lambda asked: self.board.put(f"check/{min(newcomers)}", asked))
 
     def _plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
-        """A plan for a pool; where the planner has none any more, one that has run.
+        """A plan for a pool; if the planner has none any more, one that has run.
 
         Raises:
-            NoPlanError: There is none.
+            NoPlanError: There is no plan.
         """
         try:
             return self.planner.plan(pool)
@@ -437,7 +437,7 @@ class Controller:
         self._next(lost if dead else "a session failed", self._failed_since)
 
     def _leads_back(self, generation: Generation) -> bool:
-        """Whether a plan is given up that did not open, refused by the flags or twice, after one that did."""
+        """Whether to give up a plan that was refused, or failed twice before it trained, while another plan trained."""
         plan, key = generation.plan, plan_hash(generation.plan)
         if not self._proved or plan in self._proved:
             return False
@@ -451,12 +451,12 @@ class Controller:
         return True
 
     def _can_go_on(self, since: Moment) -> bool:
-        """Whether there is a plan for what is left; for a while the agents' new workers are waited for."""
+        """Whether there is a plan for the remaining workers; waits for a while for new workers of the agents."""
         try:
             self._plan(self._pool())
         except NoPlanError as error:
             if since.ago_s() >= self.bounds.return_s or (not self._proved and self._arrivals.nobody_is_left):
-                return True  # the next step says so
+                return True  # the next step reports it
             if not self._waits:
                 self.say(f"{error}. Workers may come back for {self.bounds.return_s:g} s")
             self._waits = True
@@ -495,19 +495,19 @@ class Controller:
         self.say(f"generation {number} ({reason}): {len(ranks)} ranks on {len(set(nodes))} nodes")
 
     def _publish(self, generation: Generation) -> None:
-        """Let the workers begin a generation; the documents of those that are over go."""
+        """Publish a generation for the workers to begin; delete the documents of old ones."""
         self.board.put(f"{generation.number}/generation", generation.to_json())
         self.board.put("latest", generation.number)
         if old := self.board.keys(f"{generation.number - _KEPT}/"):
             self.board.drop(*old)
 
-    # -- what is kept ----------------------------------------------------------------------------
+    # -- the controller's file -------------------------------------------------------------------
 
     def _reached(self) -> int:
         return max([self._told, *(member.iteration for member in self._members.values())])
 
     def status(self) -> dict[str, Any]:
-        """Returns what ``het-run status`` shows; JSON values."""
+        """Returns the content of ``het-run status`` as JSON values."""
         return {
             **worth.standing(self.history, self._reached(), Moment().wall_s),
             "generation": None if self._generation is None else self._generation.to_json(),
@@ -527,11 +527,11 @@ class Controller:
         document = {**self.status(), **more}
         self._tried_s = time.monotonic()
         self._file.write(json.dumps(document, indent=1))
-        self._unwritten = False  # what could not be written is tried again every second
+        self._unwritten = False  # a failed write is tried again every second
         self.board.put("status", document)
 
     def _recover(self) -> None:
-        """Go on with the job that the file describes, if there is one."""
+        """Take over the job in the controller's file, if there is one."""
         if not self.state.exists():
             return
         if (found := members.recalled(self.state, self.say)) is None:

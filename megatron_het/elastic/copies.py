@@ -1,8 +1,8 @@
-"""The in-memory tier: every rank's state after every K iterations, in its own host memory and in that of another node.
+"""In-memory copies of every rank's state after every K iterations, in its own host memory and on another node.
 
 A rank packs its state into one block of host memory and goes on training; a thread sends the block to the rank's
-keeper on another node.  Parts that ranks of other nodes hold anyway (plain replicas) are not sent.  Three iterations
-are kept: while the newest is being copied somewhere, the one before may be, too, but the one before that is complete.
+keeper on another node.  Parts that ranks of other nodes hold anyway (plain replicas) are not sent.  Copies of three
+iterations are kept: the newest and the one before may be incomplete on some rank, the third is complete.
 """
 
 import json
@@ -22,29 +22,29 @@ from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import Blocks, Piece, blocks_of, collect, common
 from megatron_het.elastic.state import Snapshot, Trainee, described
 
-# How many iterations lie between copies: one where a copy fits behind the compute, else the fewest that do.
+# Number of iterations between copies: the smallest one with which copies keep to SHARE.
 
-SHARE = 0.03  # of an iteration; copies may take so much on average
+SHARE = 0.03  # largest average share of an iteration that copies may take
 _SEEN = 9
-_TELLS_BYTES = 2**20  # the least that a copy sends to tell how fast a link is
+_TELLS_BYTES = 2**20  # smallest copy from which a link's bandwidth is measured
 
 
 @dataclass
 class Cost:
-    """Holds what one copy took, in seconds."""
+    """Times and sizes of one copy."""
 
-    held_s: float  # the training stood still for it, the wait for the copy before it apart
-    sent_s: float = 0.0  # by the clock, from then to its arrival; the training went on meanwhile
+    held_s: float  # time that the training waited for it, without the wait for the copy before
+    sent_s: float = 0.0  # time from then to its arrival, while the training went on
     processor_s: float = 0.0
-    held_bytes: int = 0  # that were packed into host memory
+    held_bytes: int = 0  # bytes packed into host memory
     sent_bytes: int = 0
 
 
 class Pace:
-    """Iterations between copies; outlives sessions.
+    """Number of iterations between copies; outlives sessions.
 
     Args:
-        every: So many; 0 for no copies, None to choose by measured times.
+        every: The fixed number; 0 for no copies, None to choose it by measured times.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -53,31 +53,31 @@ class Pace:
         self._iterations: list[float] = []
         self._costs: list[Cost] = []
         self._left_s: float | None = None
-        # bytes per second into host memory, and over the link to another node, as the last copies went; None before one
-        # was sent
+        # bytes per second into host memory, and over the link to another node, measured by the last copies; None before
+        # the first copy was sent
         self.rates: tuple[float, float] | None = None
 
     def begin(self) -> None:
-        """A session begins: another plan has other iterations and copies."""
+        """Reset the measurements at the start of a session, because another plan has other iterations and copies."""
         self._iterations, self._costs, self._left_s = [], [], None
         if self.is_chosen:
             self.every = 1
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a copy is taken after so many iterations."""
+        """Whether a copy is taken after iteration number ``iteration``."""
         return bool(self.every) and iteration % self.every == 0
 
     def arrived(self, now_s: float) -> None:
-        """An iteration has ended."""
+        """Note the end of an iteration."""
         if self._left_s is not None:
             self._iterations = [*self._iterations, now_s - self._left_s][-_SEEN:]
 
     def left(self, now_s: float) -> None:
-        """The next iteration begins."""
+        """Note the start of the next iteration."""
         self._left_s = now_s
 
     def copied(self, cost: Cost) -> None:
-        """A copy has been taken and sent."""
+        """Note the cost of a copy that has been taken and sent."""
         self._costs = [*self._costs, cost][-_SEEN:]
         sent = [cost for cost in self._costs if cost.held_s and cost.sent_s and cost.sent_bytes >= _TELLS_BYTES]
         if sent:
@@ -87,16 +87,16 @@ class Pace:
             )
 
     def iteration_s(self) -> float:
-        """Median of the last iterations, without their copies; 0 where none has been seen."""
+        """Median time of the last iterations without their copies; 0 before the first one."""
         return statistics.median(self._iterations) if self._iterations else 0.0
 
     def cost_s(self, *, host_computes: bool) -> float:
-        """Median of what the last copies took from the training, which may compute on the host that sends them."""
+        """Median time that the last copies took from training, with the processor time of sending if that is shared."""
         taken = [cost.held_s + (cost.processor_s if host_computes else 0.0) for cost in self._costs]
         return statistics.median(taken) if taken else 0.0
 
     def wanted(self, *, host_computes: bool) -> int:
-        """The fewest iterations between copies with which this rank keeps to ``SHARE`` and waits for no copy.
+        """The smallest number of iterations between copies that keeps to ``SHARE`` without waits for earlier copies.
 
         Args:
             host_computes: See :meth:`cost_s`.
@@ -111,17 +111,17 @@ class Pace:
 
 _KEPT = 3
 _ALIGNED = 16
-_MEASURED = 4  # copies after which their pace is chosen
-_FIELDS = ("iteration", "rank", "topology", "common", "numbers", "random")  # of a copy that is sent
+_MEASURED = 4  # number of copies after which the pace is chosen
+_FIELDS = ("iteration", "rank", "topology", "common", "numbers", "random")  # fields of a snapshot that are sent
 
-Identity = tuple[str, str, tuple[int, ...], int]  # what tells a rank's own pieces apart
+Identity = tuple[str, str, tuple[int, ...], int]  # key that distinguishes a rank's own pieces
 
 
 class Copies:
-    """Holds what this process holds for the case of a death; outlives sessions.
+    """The in-memory copies of this process, for the case that another one dies; outlives sessions.
 
     Args:
-        every: Copy after every so many iterations; 0 never, None as often as copies fit behind the compute.
+        every: Number of iterations between copies; 0 for no copies, None to choose it by measured times.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -140,18 +140,18 @@ class Copies:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Everything that is held, own and others'."""
+        """All snapshots held here, this rank's own and other ranks'."""
         with self._lock:
             return list(self._snapshots)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Hold one more; of more than three iterations the oldest goes."""
+        """Add a snapshot; only the newest three iterations are kept."""
         with self._lock:
             newest = sorted({one.iteration for one in (*self._snapshots, snapshot)})[-_KEPT:]
             self._snapshots = [one for one in (*self._snapshots, snapshot) if one.iteration in newest]
 
     def open(self, generation: Generation, rank: int, links: Links) -> None:
-        """A session begins; ``links`` connect its ranks."""
+        """Begin a session, whose ranks ``links`` connect."""
         self._generation, self._links = generation, links
         self._shared, self._kept, self._broken = set(), 0, False
         self.pace.begin()
@@ -160,16 +160,16 @@ class Copies:
         self._clients = tuple(client for client, keeper in enumerate(keepers) if keeper == rank)
 
     def restored(self, iteration: int) -> None:
-        """The session goes on from an iteration: what was done after it counts no more."""
+        """Drop snapshots of later iterations, because the session restarts from ``iteration``."""
         with self._lock:
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.iteration <= iteration]
 
     def keep(self, session: Any, trainee: Trainee, iteration: int, check: Callable[[], None] = lambda: None) -> None:
-        """At a boundary: copy the state, if it is time.  All ranks call it at the same boundaries.
+        """Copy the state if a copy is due.  All ranks call it at the same boundaries between iterations.
 
         Args:
-            trainee: What is trained.
-            check: Called once the state is in host memory; raises where it may be wrong.
+            trainee: Model and optimizer.
+            check: Called when the state is in host memory; raises if the state may be wrong.
         """
         if self._links is None:
             return
@@ -205,15 +205,15 @@ class Copies:
             self.pace.copied(cost)
 
     def wait(self) -> None:
-        """Until the copy that is under way has arrived or failed; bounded by the timeout of the links."""
+        """Wait until the running copy has arrived or failed; bounded by the timeout of the links."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """The session is over; what is held stays.
+        """End the session; the snapshots stay.
 
-        Nobody waits here for a copy that is under way.  It may wait for a rank whose training waits for this one, and
+        This does not wait for a running copy.  That copy may wait for a rank whose training waits for this one, and
         this one's connections are closed after this call.
         """
         links, self._links, self._blocks, self._thread = self._links, None, None, None
@@ -221,10 +221,10 @@ class Copies:
             links.close()
 
     def _agree(self, own: Sequence[Piece], host_computes: bool) -> None:
-        """At the first, second, fourth, eighth, ... copy: what others hold, and how often copies are taken.
+        """At copies 1, 2, 4, 8, ...: agree on pieces that other nodes hold anyway, and on the pace of copies.
 
-        Optimizers make their state in the first step that is not skipped, which may be any.  What nobody has been
-        asked about is sent.  Collective over the session's ranks.
+        It is repeated because optimizers create their state in the first step that is not skipped, which may be any.
+        New pieces are sent until then.  Collective over the session's ranks.
         """
         self._kept += 1
         if self._kept & (self._kept - 1) or self._broken:
@@ -246,19 +246,19 @@ class Copies:
             sys.stdout.write(f"copies of the state in memory: after every {self.pace.every} iterations ({times})\n")
 
     def _break(self, links: Links | None) -> None:
-        """Somebody has gone.  The training notices by itself; no more copies are sent until the next session.
+        """Stop sending copies until the next session, because a rank is lost; the training notices by itself.
 
-        Others may wait for a message of this rank, so the connections are closed.
+        Other ranks may wait for a message of this one, so the connections are closed.
         """
         self._broken = self._broken or links is self._links
         if links is not None:
             links.close()
 
     def _held_elsewhere(self, own: Sequence[Piece], all_pieces: Sequence[list[Any]]) -> set[Identity]:
-        """Which own pieces ranks of other nodes hold as well; ``all_pieces`` are documents by rank."""
+        """The own pieces that ranks of other nodes hold as well; ``all_pieces`` has documents of pieces by rank."""
         assert self._links is not None and self._generation is not None
         nodes = self._generation.nodes
-        alone = len(set(nodes)) == 1  # then every process is what may fail
+        alone = len(set(nodes)) == 1  # on a single node processes take the place of nodes
         here = nodes[self._links.rank]
         elsewhere: dict[tuple[str, str], list[Piece]] = {}
         for rank, documents in enumerate(all_pieces):
@@ -276,7 +276,7 @@ class Copies:
         return found
 
     def _exchange(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int, cost: Cost) -> None:
-        """On the thread: give the keeper this rank's copy, and take those of the clients."""
+        """Runs on the thread: send this rank's copy to its keeper, and receive those that this rank keeps."""
         began_s, used_s = time.monotonic(), time.thread_time()
         try:
             self._swap(links, snapshot, block, number)
@@ -284,7 +284,7 @@ class Copies:
             self.pace.copied(cost)
             return
         except RuntimeError:
-            pass  # whatever the error refers to is let go first
+            pass  # the objects of the error's traceback are released first
         self._break(links)
 
     def _swap(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
@@ -302,12 +302,12 @@ class Copies:
         links.swap([(r, block[:size]) for r in receivers if size], filled)
         for (_, text), (_, body) in zip(heads, blocks, strict=True):
             if self._links is not links:
-                return  # the session is over, and others may have agreed without this copy
+                return  # the session is over, and other ranks may have agreed without this copy
             self.add(_unpacked(json.loads(text.numpy().tobytes()), body))
 
 
 def keepers_of(nodes: Sequence[str]) -> list[int | None]:
-    """For each rank the rank that keeps its copy: the next one on another node, or the next one on a single node."""
+    """For each rank the rank that keeps its copy: the next one on another node, or on a single node the next one."""
     size = len(nodes)
     found: list[int | None] = []
     for rank in range(size):
@@ -324,7 +324,7 @@ def _identity(piece: Piece) -> Identity:
 
 
 def _packed(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]]]:
-    """All pieces in one block of host memory, and each of them as a view of it."""
+    """Packs all pieces into one block of host memory; returns the block, and each piece as a view of it."""
     sizes = [_aligned(tensor.nbytes) for _, tensor in pieces]
     block = torch.empty(sum(sizes), dtype=torch.uint8)
     views, at = [], 0

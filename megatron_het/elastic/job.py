@@ -1,7 +1,7 @@
-"""Generation, board and signature: what the controller and the workers of a job share.
+"""Generation, board and signature: data that the controller and the workers of a job share.
 
-The board is JSON documents in the controller's store.  Who does not know the job's token gets no connection
-(:mod:`megatron_het.store`), so that whatever is there was written by a member of the job.
+The board is a set of JSON documents in the controller's store.  A process without the job's token gets no connection
+(:mod:`megatron_het.store`), so only members of the job can write documents.
 """
 
 import itertools
@@ -29,27 +29,27 @@ _LONGEST_ADDRESS = 300
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds what every process is told about a generation.  Processes are known by numbers that never change."""
+    """Description of a generation for every process.  Processes have numbers that never change."""
 
     number: int  # ascending from 0
     plan: Plan
     ranks: tuple[int, ...]  # process of each rank of the plan
     holders: tuple[int, ...] = ()  # processes that may hold state of an earlier generation
     nodes: tuple[str, ...] = ()  # name of the node of each rank
-    loads: bool = False  # whether the state comes from them; the first generation starts as the flags say
+    loads: bool = False  # whether the holders give the state; the first generation starts by Megatron's flags
     unsaved: tuple[int, ...] = ()  # iterations whose checkpoint could not be written, and is not tried again
     # iterations whose checkpoint could not be written into ``--save``, and is tried in ``fallback``
     elsewhere: tuple[int, ...] = ()
-    fallback: str = ""  # folder for them; empty for none
+    fallback: str = ""  # folder for these checkpoints; empty for none
 
     @property
     def movers(self) -> tuple[int, ...]:
-        """Processes that take part in moving the state: the ranks in their order, then the others."""
+        """Processes that take part in moving the state: those of the ranks in order, then the other holders."""
         return (*self.ranks, *sorted({*self.holders}.difference(self.ranks)))
 
     @property
     def lost_key(self) -> str:
-        """In the job's store: there once one of its processes is lost or its session has failed."""
+        """Key in the job's store that exists once a process of the generation is lost or its session has failed."""
         return f"{self.number}/lost"
 
     def to_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Generation:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> "Generation":
-        """Returns what :meth:`to_json` described; raises PlanError if the plan is not one."""
+        """Returns the generation of a document of :meth:`to_json`; raises PlanError if its plan is invalid."""
         known = {"elsewhere": (), "fallback": ""} | document
         numbers = {name: tuple(map(int, known[name])) for name in ("ranks", "holders", "unsaved", "elsewhere")}
         return Generation(
@@ -74,13 +74,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Moment:
-    """When something happened: by the wall clock for people, by another one for waits, because the former may jump."""
+    """A point in time: by the wall clock for display, and by the monotonic clock, which cannot jump, for waits."""
 
     wall_s: float = field(default_factory=time.time)  # seconds since 1970
     clock_s: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
     def ago_s(self) -> float:
-        """Seconds since then."""
+        """Seconds since this moment."""
         return time.monotonic() - self.clock_s
 
 
@@ -88,10 +88,10 @@ class Board(Store):
     """Access to the board, for all threads of a process.
 
     Args:
-        token: Shared by everybody in the job.
-        patience_s: How long a request is tried again before :class:`StoreError`.
-        address_file: Where the controller writes its address; read again before every connection.
-        tls_ca: File with the authority of the controller's certificate, where connections are encrypted.
+        token: The job's token, shared by all its processes.
+        patience_s: How long a request is retried before :class:`StoreError`.
+        address_file: File with the controller's address; read again before every connection.
+        tls_ca: File with the authority of the controller's certificate, if connections are encrypted.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class ServedBoard(StoreServer):
     """The board in the process that keeps it.
 
     Args:
-        certificate, key: Files, where connections are encrypted.
+        certificate, key: Files for TLS, if connections are encrypted.
 
     Raises:
-        StoreError: It cannot listen there.
+        StoreError: It cannot listen on the address.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class ServedBoard(StoreServer):
             ) from None
 
     def start_count(self, key: str, least: int) -> None:
-        """Let a count go on after a number, unless it is further already."""
+        """Raise a count to at least ``least``."""
         present = int(self.get(key) or 0)
         if present < least:
             self.count(key, least - present)
 
 
 def _addresses(host: str, port: int, file: Path | None) -> list[tuple[str, int]]:
-    """Where the controller may be: what its file says, then what the command line says."""
+    """Possible addresses of the controller: that of its file, then that of the command line."""
     found = None
     if file is not None:
         try:
@@ -158,17 +158,17 @@ def _loaded(load: Callable[[], Any], option: str) -> Any:
 
 
 def signature_of(flags: Sequence[str]) -> str:
-    """Returns what a node says of itself."""
+    """Returns a node's signature: versions and flags in which all nodes must agree."""
     release = str(getattr(megatron_het, "__version__", ""))
     return json.dumps({"megatron_het": release, "megatron-core": version("megatron-core"), "flags": list(flags)})
 
 
 def refusal(own: str, first: str) -> str:
-    """Why a node cannot take part, and what to do; empty where it can.
+    """Why a node cannot take part, and the remedy; empty if it can.
 
     Args:
-        own: What :func:`signature_of` gave on the node.
-        first: The same of the job's first node.
+        own: The node's :func:`signature_of`.
+        first: The signature of the job's first node.
     """
     if own == first:
         return ""
@@ -177,14 +177,14 @@ def refusal(own: str, first: str) -> str:
 
 
 def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[], list[str]]:
-    """Begin to check what the start of the training would refuse under a plan, in a process forked from this one.
+    """Begin to check whether the start of the training would refuse a plan, in a process forked from this one.
 
     Args:
-        flags: Of the training, without a plan.
-        folder: For the plan's file.
+        flags: Flags of the training, without a plan.
+        folder: Folder for the plan's file.
 
     Returns:
-        Waits for the answer, in bounded time: the problems, none where nobody could say.
+        A function that waits for the result in bounded time: the problems; none if the check itself failed.
     """
     reads, writes = os.pipe()
     child = os.fork()
@@ -216,20 +216,20 @@ def problems_under(plan: Plan, flags: Sequence[str], folder: Path) -> Callable[[
 
 
 class Checks:
-    """Problems that the training's flags have with plans, as workers that wait say: :func:`problems_under`."""
+    """Results of :func:`problems_under`, which waiting workers run for plans."""
 
     def __init__(self) -> None:
         self._found: dict[str, Moment | list[str]] = {}
 
     def note(self, message: Mapping[str, Any]) -> None:
-        """A worker's answer."""
+        """Store a worker's result."""
         self._found[str(message["id"])] = [str(problem) for problem in message["problems"]]
 
     def problems(self, plan: Plan, ask: Callable[[dict[str, Any]], None]) -> list[str] | None:
-        """Returns the problems with a plan; None until a worker has said, none where it does not in time.
+        """Returns the problems of a plan; None until a worker has answered, an empty list if it does not in time.
 
         Args:
-            ask: Called once with what a worker has to know.
+            ask: Called once, with the request for a worker.
         """
         key = plan_hash(plan)
         if key not in self._found:
@@ -242,7 +242,7 @@ class Checks:
 
 
 def _problems(plan: Plan, flags: Sequence[str], folder: Path) -> list[str]:
-    """Returns what the start would refuse; for a process of its own."""
+    """Returns the refusals of the training's start; runs in a process of its own."""
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of

@@ -1,7 +1,7 @@
 """A group of processes that outlives sessions: gloo without ``torch.distributed``'s one world.
 
-State moves between the ranks of two plans, so the ranks of neither can name the members.  This group is made over any
-processes that meet at a store; it is no part of the world that a session builds and destroys.
+State moves between the ranks of two plans, so the ranks of one plan cannot identify the members.  This group consists
+of any processes that meet at a store, independently of the world that a session builds and destroys.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Waits that nothing else ends: the connections of a session are cut once one of its processes is lost.
+# Ending blocked waits: the connections of a session are cut once one of its processes is lost.
 #
-# A process that dies closes its connections, and whoever waits for it gets an error at once.  A host that vanishes
-# closes nothing: its peers would wait in gloo until the timeout, and gloo has no call that wakes them.  But a
-# connection that its own process shuts down ends every wait on it, at both ends that are left.
+# The connections of a process that dies are closed, and its peers get an error at once.  A host that vanishes
+# closes nothing: its peers would wait in gloo until the timeout, and gloo has no call that wakes them.  But if
+# a process shuts down its own connection, all waits on it end, at both ends.
 #
-# NCCL waits on the device, in kernels that look at nothing but a flag of their communicator: it is aborted.  What such
-# a kernel leaves behind is no result, and raises no error.  So whoever goes on with a result asks ``has_aborted`` after
-# the device is done with it.
+# NCCL waits on the device, in kernels that check only a flag of their communicator, so communicators are aborted.  An
+# aborted kernel leaves wrong data and raises no error.  So code that uses a result calls ``has_aborted`` after
+# the device has computed it.
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _NOT_CONNECTED = (7, 10)  # TCP_CLOSE and TCP_LISTEN of Linux's tcp_states.h
@@ -36,9 +36,9 @@ _ABORT_S, _BEFORE_CUT_S = 10.0, 3.0
 
 
 def communicators() -> list[Any]:
-    """Returns NCCL's part of every group of this process."""
+    """Returns the NCCL backends of all groups of this process."""
     found = []
-    with contextlib.suppress(RuntimeError):  # another thread makes or destroys groups; who asks again sees them
+    with contextlib.suppress(RuntimeError):  # another thread creates or destroys groups; a later call finds them
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):  # it has nothing for CUDA
                 found.append(group._get_backend(torch.device("cuda")))
@@ -48,10 +48,10 @@ def communicators() -> list[Any]:
 def abort(backends: Sequence[Any], wait_s: float = _ABORT_S) -> None:
     """Abort communicators, all of them at the same time.
 
-    One that is aborted waits until its kernels are gone, which may wait for those of another one.
+    The abort of one waits until its kernels have ended, which may wait for kernels of another one.
 
     Args:
-        backends: What :func:`communicators` returned.
+        backends: Result of :func:`communicators`.
         wait_s: Bound on the wait for all of them.
     """
 
@@ -68,10 +68,10 @@ def abort(backends: Sequence[Any], wait_s: float = _ABORT_S) -> None:
 
 
 class Severing:
-    """Cuts what this process has connected since a session began, and aborts its communicators.
+    """Cuts the connections that this process has made since a session began, and aborts its communicators.
 
-    Left alone are: connections that are older than the session, those to the controller, and sockets of Python's own,
-    such as those of a data source or of a logger.  Without ``/proc`` nothing is cut, and waits end at their timeout.
+    Not cut are connections that are older than the session, those to the controller, and sockets of Python objects,
+    such as those of a data source or a logger.  Without ``/proc`` nothing is cut, and waits end at their timeout.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -83,12 +83,12 @@ class Severing:
         self._has_aborted = False
 
     def has_aborted(self) -> bool:
-        """Whether communicators of what is under way were aborted: what the device computes since then may be wrong."""
+        """Whether the session's communicators were aborted, so that later results of the device may be wrong."""
         return self._has_aborted
 
     @contextlib.contextmanager
     def during(self, key: str) -> Iterator[None]:
-        """Counts what connects in here to one session, by its key for :meth:`cut`."""
+        """Context that assigns new connections to one session, whose key is for :meth:`cut`."""
         with self._lock:
             self._key, self._older = key, {_inode(one) for one in sockets()}
             self._has_aborted = False
@@ -99,7 +99,7 @@ class Severing:
                 self._key, self._aborted = None, []
 
     def cut(self, key: str) -> int:
-        """Shut down what a session has connected so far, if under way, and return how many; any thread may call."""
+        """Shut down the connections of a session, if it is running; returns their number.  Any thread may call."""
         number = 0
         with self._lock:  # the next session's connections are not this one's
             if self._key != key:
@@ -121,16 +121,16 @@ class Severing:
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Every connection of this process over TCP, made or being made, by a descriptor of its own while it is looked at.
+    """Yields every TCP connection of this process, made or being made, with a duplicated descriptor.
 
-    A socket that is neither may listen a moment later, and gloo ends its process where one that listens is shut down.
+    Other sockets may begin to listen a moment later, and gloo ends the process if a listening socket is shut down.
     """
     numbers = [int(entry) for entry in os.listdir(_DESCRIPTORS)] if _DESCRIPTORS.is_dir() else []
     for number in numbers:
         with contextlib.suppress(OSError):
             if not os.readlink(_DESCRIPTORS / str(number)).startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(number)) as one:  # nobody can close and reuse this one
+            with socket.socket(fileno=os.dup(number)) as one:  # no other thread can close and reuse this descriptor
                 is_stream = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                 if is_stream and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _NOT_CONNECTED:
                     yield one
@@ -147,7 +147,7 @@ def _inode_of(descriptor: int) -> int:
 
 
 def _peer(one: socket.socket) -> tuple[str, int] | None:
-    """The other end; None while it is being connected."""
+    """Address of the other end; None while it is being connected."""
     try:
         name = one.getpeername()
     except OSError:
@@ -165,7 +165,7 @@ class Links:
     """Messages between some processes.
 
     Args:
-        store: Where they meet; nobody else uses its keys.
+        store: Store at which they meet; its keys are used for nothing else.
         rank: This process's number among them.
         timeout_s: Bound on every wait, in seconds.
     """
@@ -202,8 +202,8 @@ class Links:
         """Send and receive flat host tensors; the messages between two members are in one order on both.
 
         Args:
-            outgoing: Receiver and tensor.
-            incoming: Sender and tensor to fill.
+            outgoing: Pairs of receiver and tensor.
+            incoming: Pairs of sender and tensor to fill.
 
         Raises:
             RuntimeError: A member has gone, or the connections are closed.
@@ -219,7 +219,7 @@ class Links:
     def close(self) -> None:
         """Close the connections, once no operation uses them any more; further calls do nothing.  Any thread may call.
 
-        What waits here goes on waiting: gloo wakes nobody.  Members that wait for this one get an error.
+        Waits of this process go on, because gloo cannot wake them.  Members that wait for this one get an error.
         """
         group, self._group = self._group, None
         if group is not None:
