@@ -1,4 +1,4 @@
-"""From a candidate to a Plan (rank numbers, routes, predictions) and to the nodes the ranks sit on; and back."""
+"""Converts a candidate to a Plan (rank numbers, routes, predictions) with the nodes of its ranks, and back."""
 
 import dataclasses
 import heapq
@@ -42,7 +42,7 @@ from .stages import extra_parameters, extras_of_plan, routes_of, sizes_of_plan
 
 
 def rooms_of(cluster: Cluster) -> list[Room]:
-    """The cluster's nodes, as TP groups are packed into them."""
+    """The cluster's nodes as :class:`Room` objects, into which TP groups are packed."""
     return [Room(n.gpu, n.gpus_per_node, n.count, n.quota, n.zone, n.shared_node) for n in cluster.nodes]
 
 
@@ -57,7 +57,7 @@ def seats(cluster: Cluster, stages: tuple[Stage, ...], cp: int = 1) -> list[list
 
 @lru_cache(maxsize=4)
 def _seats(rooms: tuple[Room, ...], stages: tuple[tuple[Group, ...], ...], cp: int) -> list[list[list[Seat]]] | None:
-    """A search asks for the same stages several times in turn."""
+    """Cached part of :func:`seats`: a search asks for the same stages several times in a row."""
     pools = [[[p.pool for p in g.parts] or [g.pool] * cp for g in _single(groups)] for groups in stages]
     wanted = [((p,), g.tp) for mine, groups in zip(pools, stages) for of, g in zip(mine, _single(groups)) for p in of]
     found = pack(rooms, wanted)
@@ -177,10 +177,10 @@ def build_plan(
 
     Args:
         one_block: Only the first of its equal, independent pipelines (for simulation).
-        checked: Whether a plan that contradicts itself, or that the runtime refuses, is an error.
+        checked: Whether an inconsistent plan, or one that the runtime refuses, is an error.
 
     Raises:
-        PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
+        PlannerError: TP groups that do not fit into nodes, or an inconsistent plan.
     """
     cluster, model = estimator.cluster, estimator.model
     seated = seats(cluster, candidate.stages, candidate.cp)
@@ -213,7 +213,7 @@ def build_plan(
         training=TrainingShape(
             micro_batch_size=candidate.micro_batch_size,
             global_batch_size=batch,
-            precision="fp32" if model.precision == "tf32" else model.precision,  # tf32 is how a GPU multiplies fp32
+            precision="fp32" if model.precision == "tf32" else model.precision,  # tf32 is only a mode of fp32 products
             sequence_parallel=model.sequence_parallel,
             recompute=candidate.recompute,
             distributed_optimizer=candidate.zero_stage >= 1,
@@ -228,7 +228,7 @@ def build_plan(
         return plan
     try:
         check_plan(plan)
-        if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window are only compared with
+        if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window exist for comparisons only
             check_plan_alone(plan)
     except PlanError as error:
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
@@ -244,7 +244,7 @@ def _stage(
     fastest: float,
     rank: int,
 ) -> tuple[PlanStage, list[RankPrediction]]:
-    """One stage of the plan, and what is expected of its ranks.
+    """One stage of the plan, and the predictions for its ranks.
 
     Args:
         fastest: Layers per second of the fastest replica of all.
@@ -287,7 +287,7 @@ def _stage(
 
 
 def _again(layers: int, chunks: int, kept: float) -> tuple[int, ...]:
-    """How many layers of each chunk run again where a share of all is kept: about as many, first those held longest."""
+    """Recomputed layers of each chunk if a share of all is kept: nearly equal, more in chunks held longest."""
     again, ends = layers - round(kept * layers), accumulate(chunk_layers(layers, chunks), initial=0)
     return tuple(-(-b * again // layers) - -(-a * again // layers) for a, b in pairwise(ends))
 
@@ -314,10 +314,10 @@ def in_order_of(plan: Plan, candidate: Candidate) -> Plan:
 
 
 def _bubble(candidate: Candidate, estimate: Estimate) -> float:
-    """Idle time over compute, the mean of the replicas, as the simulator counts it."""
+    """Idle time divided by compute time, averaged over the replicas, as the simulator counts it."""
     replicas = [sum(g.count for g in stage.groups) for stage in candidate.stages]
     compute_s = sum(n * busy_s for n, busy_s in zip(replicas, estimate.stage_busy_s))
-    # Without a bubble the difference of two sums may come out below zero by a rounding.
+    # Without a bubble, rounding may make the difference of two sums negative.
     return max(sum(replicas) * estimate.iteration_s / compute_s - 1, 0.0) if compute_s else 0.0
 
 
@@ -334,12 +334,12 @@ def _sequence_time(estimator: Estimator, candidate: Candidate, s: int, g: Group)
 
 
 def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple[Candidate, list[list[list[Seat]]]]:
-    """A plan as a candidate on a cluster, and where its ranks sit (``packing.seat_replicas``).
+    """A plan as a candidate on a cluster, and the nodes of its ranks (``packing.seat_replicas``).
 
-    The candidate's groups are in an order of their own; the seats are in the plan's.
+    The candidate's groups are in a canonical order; the seats are in the plan's order.
 
     Raises:
-        PlannerError: a plan that cannot be put on the cluster, or that is not priced.
+        PlannerError: a plan that cannot be put on the cluster, or that the cost model does not price.
     """
     seated = seat_replicas(plan, rooms_of(cluster), file)
     _check_parts(plan, cluster, seated, file)
@@ -394,7 +394,7 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
 
 
 def _moments(plan: Plan, file: str) -> tuple[tuple[Moment, ...], ...]:
-    """Per stage, when replicas may hold most in the order in which they run their passes."""
+    """Per stage, the moments at which memory may be largest, from the order of passes."""
     try:
         program = build(plan)[False]
     except PlanError as error:
@@ -406,14 +406,14 @@ def _moments(plan: Plan, file: str) -> tuple[tuple[Moment, ...], ...]:
 
 
 def as_said(estimator: Estimator, candidate: Candidate, plan: Plan) -> Candidate:
-    """Returns a plan's candidate; its documents are cut where the plan does not ask for the whole ones of a search."""
+    """Returns a plan's candidate, with documents cut at fixed positions unless the plan asks for whole ones."""
     planned = schedule_of(candidate).cut(estimator, candidate)
     cuts = DOCUMENTS in planned and plan.schedule.parameters.get(DOCUMENTS) != WHOLE
     return candidate.with_(cuts_documents=True) if cuts else candidate
 
 
 def _over_replicas(candidate: Candidate) -> Candidate:
-    """The candidate without EP sizes by group, where one size for all says the same."""
+    """The candidate with one EP size for all groups, where that is equivalent to its sizes by group."""
     stages = tuple(s._replace(groups=tuple(g._replace(ep=0) for g in s.groups)) for s in candidate.stages)
     found = candidate.with_(stages=stages, across_replicas=True)
     same = all(
@@ -425,7 +425,7 @@ def _over_replicas(candidate: Candidate) -> Candidate:
 
 
 def replica_group(replica: Replica, seats: Sequence[Seat], cp: int, stage: PlanStage) -> Group:
-    """A replica of a stage as a group of one, with parts where these are not ``cp`` equal ones of one pool."""
+    """A replica of a stage as a group of one; it gets ``parts`` unless it has ``cp`` equal parts in one pool."""
     divisor = gcd(*replica.shares)
     parts = tuple(
         SequencePart(seat.pool, n // divisor) for seat, n in zip(seats[:: replica.tp], replica.shares, strict=True)
@@ -437,7 +437,7 @@ def replica_group(replica: Replica, seats: Sequence[Seat], cp: int, stage: PlanS
 
 
 def _check_parts(plan: Plan, cluster: Cluster, seated: list[list[list[Seat]]], file: str) -> None:
-    """Refuse context-parallel ranks whose messages have a price per byte."""
+    """Refuse context-parallel ranks between which egress has a price."""
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             nodes = [cluster.nodes[seat.pool] for seat in seated[s][q][:: replica.tp]]
@@ -448,7 +448,7 @@ def _check_parts(plan: Plan, cluster: Cluster, seated: list[list[list[Seat]]], f
 
 
 def _check_expert_tensor_parallel(plan: Plan, file: str) -> None:
-    """Prices are of experts that are cut over what EP leaves of a TP group."""
+    """Refuse expert TP sizes other than TP / EP, because the cost model prices only these."""
     found = next((r.cut for stage in plan.stages for r in stage.replicas if r.cut.etp), None)
     if found is not None:
         problem = "there are figures for TP size / EP size, at least 1, only"

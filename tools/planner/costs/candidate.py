@@ -1,4 +1,4 @@
-"""Candidates, which the search varies (plans without rank numbers), and figures of the closed form."""
+"""Candidates (plans without rank numbers, which the search varies), and the results of the closed form."""
 
 import functools
 import itertools
@@ -32,14 +32,14 @@ class Group(NamedTuple):
 
     ``ep`` is the expert-parallel size of each; 0 for the largest that the candidate's ``ep`` and ``tp`` allow.  Where
     it is larger than ``tp``, the replicas of the stage share experts.  ``parts`` are the context-parallel ranks of each
-    where these are not as many as the candidate's ``cp``, in one pool and with equal parts; ``pool`` is that of the
-    first, and the shares have no common divisor.  ``kept`` is the share of the stage's layers, whole ones, that full
-    recomputation leaves out.
+    replica, if they are not ``cp`` (of the candidate) equal parts in one pool; ``pool`` is then that of the first part,
+    and the shares have no common divisor.  ``kept`` is the share of the stage's layers (whole layers) that full
+    recomputation does not recompute.
     """
 
     pool: int
     tp: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     ep: int = 0
     parts: tuple[SequencePart, ...] = ()
     kept: float = 0.0
@@ -78,24 +78,24 @@ class Candidate(NamedTuple):
     micro_batch_size: int
     recompute: str = "none"  # none, selective or full
     schedule: str = "1f1b"  # one of ``schedules.SCHEDULES``, or another one that a plan asks for
-    chunks: int = 1  # model chunks (ministages) per stage; the most of a stage where they differ
+    chunks: int = 1  # model chunks (ministages) per stage; the largest number where stages differ
     slices: int = 1  # slices per sequence
     zero_stage: int = 0  # 0 plain data parallelism, 1 distributed optimizer, 2 and 3 sharded gradients and parameters
     # parameters, optimizer state and boundary activations live in host memory when unused (ministage)
     offload: bool = False
     even: bool = False  # every replica of a stage gets the same number of microbatches
-    slack: float = SLACK  # further microbatches in flight where stages divide them differently (1F1B), as a share
+    slack: float = SLACK  # share of additional microbatches in flight where stages divide them differently (1F1B)
     # per stage and group, the part of the stage's state that one replica keeps (ministage); None: equal parts, or in
     # proportion to free memory where equal ones do not fit
     shares: tuple[tuple[float, ...], ...] | None = None
     # how replicas decide between a forward and a backward where stages divide the microbatches differently
     # (``megatron_het.schedule.generators.listing.ORDERS``)
     order: str = ORDERS[0]
-    # by boundary between stages, how many microbatches more the stage before it has in flight (1F1B); empty: one more
+    # by boundary between stages, the additional microbatches in flight of the stage before it (1F1B); empty: one
     # each
     depths: tuple[int, ...] = ()
-    # context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence; those of groups with
-    # parts of their own as many as they say
+    # context-parallel size: a replica has ``tp * cp`` GPUs, each with its part of every sequence; a group with
+    # ``parts`` has one context-parallel rank per part instead
     cp: int = 1
     # expert-parallel size: the experts of a layer are divided over so many parts of every TP group, or over the
     # greatest common divisor of both (:meth:`cut_of`)
@@ -109,17 +109,17 @@ class Candidate(NamedTuple):
     # Of a single stage whose microbatches differ in size (Poplar): per group and replica, the sequences of each of its
     # passes; ``micro_batch_size`` is the largest of all.  Empty: all microbatches are equal.
     sizes: tuple[tuple[Passes, ...], ...] = ()
-    exchange: bool = False  # stages attend for each other (slices): the context exchange
-    host_activations: float = 0.0  # share of the activations of each forward that waits in main memory
+    exchange: bool = False  # the context exchange (with slices)
+    host_activations: float = 0.0  # share of the activations of each forward that is offloaded to main memory
     # by stage, where they differ; the search does not try that, plans may ask for it
     chunk_counts: tuple[int, ...] = ()
-    # context-parallel ranks have the same places of every slice, whatever documents are there
+    # context-parallel ranks hold fixed positions of every slice, whatever documents are there
     cuts_documents: bool = False
-    # of a plan whose schedule the search does not try: per stage, when its replicas may hold most
+    # for a plan whose schedule the search does not try: per stage, the moments at which memory may be largest
     moments: tuple[tuple[Moment, ...], ...] = ()
 
     def with_(self, **changes: object) -> "Candidate":
-        """A changed copy; with other stages or chunks all stages have equally many chunks."""
+        """A changed copy; a change of stages or chunks gives all stages equally many chunks."""
         stages = changes.get("stages", self.stages)
         if (self.chunk_counts or self.moments) and (
             changes.keys() & {"chunks", "schedule"} or len(self.stages) != len(stages)  # type: ignore[arg-type]
@@ -127,13 +127,13 @@ class Candidate(NamedTuple):
             changes = {"chunk_counts": (), "moments": (), **changes}
         if "recompute" in changes and self.recompute == "full":
             changes = {"stages": self.keeping().stages, **changes}
-        fields: list[Any] = list(self)  # what ``_replace`` does, in half the time
+        fields: list[Any] = list(self)  # does the work of ``_replace`` in half the time
         for name, value in changes.items():
             fields[_AT[name]] = value
         return tuple.__new__(Candidate, fields)
 
     def keeping(self, shares: Sequence[Sequence[float]] = ()) -> "Candidate":
-        """With the activations of these shares of layers kept, by stage and group; without, all run again."""
+        """The candidate that keeps the activations of these shares of layers, by stage and group; none by default."""
         if not shares and not any(g.kept for s in self.stages for g in s.groups):
             return self
         rows = shares or [[0.0] * len(s.groups) for s in self.stages]
@@ -144,7 +144,7 @@ class Candidate(NamedTuple):
         return self.with_(stages=tuple(stages), chunk_counts=self.chunk_counts)
 
     def shifted(self, a: int, b: int) -> "Candidate":
-        """Returns the candidate with a layer less on stage ``a`` and one more on stage ``b``."""
+        """Returns the candidate with one layer moved from stage ``a`` to stage ``b``."""
         stages = list(self.stages)
         stages[a], stages[b] = stages[a].of(stages[a].layers - 1), stages[b].of(stages[b].layers + 1)
         return self.with_(stages=tuple(stages))
@@ -154,7 +154,7 @@ class Candidate(NamedTuple):
         return self.chunk_counts[s] if self.chunk_counts else self.chunks
 
     def as_of(self, s: int) -> "Candidate":
-        """Returns the candidate for callers that look at one stage only: its number of chunks is that of all."""
+        """Returns the candidate for callers that look at stage ``s`` only: all stages get its number of chunks."""
         return self._replace(chunks=self.chunks_of(s), chunk_counts=()) if self.chunk_counts else self
 
     def in_pools(self, pools: Sequence[int]) -> "Candidate":
@@ -180,7 +180,7 @@ class Candidate(NamedTuple):
         return len(group.parts) or self.cp
 
     def parts_of(self, group: Group) -> list[tuple[Group, float]]:
-        """The context-parallel ranks of a group's replicas by kind: such ranks of all of them, each one's part of 1."""
+        """The context-parallel ranks of a group's replicas by kind: (ranks of the kind, each rank's share of 1)."""
         if not group.parts:
             return [(group if self.cp == 1 else group._replace(count=group.count * self.cp), 1 / self.cp)]
         whole = sum(part.share for part in group.parts)
@@ -197,10 +197,10 @@ class Candidate(NamedTuple):
         return ep, max(1, group.tp // ep)
 
     def over_replicas(self, ep: int) -> "Candidate":
-        """Returns the candidate with experts over so many ranks of a stage, or as many as a stage's ranks allow.
+        """Returns the candidate with experts divided over ``ep`` ranks of a stage, or as many as its ranks allow.
 
-        Where no stage has more of them than a replica's, or a replica would have a layer's experts twice, they are
-        divided inside replicas.
+        They are divided inside replicas if no expert group would be larger than a TP group, or if a replica would
+        hold a layer's experts twice.
         """
         found = self.with_(ep=ep, across_replicas=True)
         cuts = [(found.cut_of(g)[0], g.tp) for s in self.stages for g in s.groups]
@@ -214,7 +214,7 @@ class Candidate(NamedTuple):
         return ep * expert_tp > group.tp
 
     def copies_of(self, s: int, group: Group) -> int:
-        """How many ranks of stage ``s`` hold the same part of the experts as a rank of the group."""
+        """Number of ranks of stage ``s`` that hold the same part of the experts as a rank of the group."""
         ep, expert_tp = self.cut_of(group)
         alike = sum(g.count * self.cp_of(g) for g in self.stages[s].groups if g.tp == group.tp)
         return max(1, alike * group.tp // (ep * expert_tp))
@@ -227,13 +227,13 @@ class Candidate(NamedTuple):
         return tuple(part for g in groups for part, _ in self.parts_of(g))
 
     def by_part(self, s: int, values: Iterable[T]) -> list[T]:
-        """A value of every group of a stage for each of :meth:`reducing`."""
+        """The values of a stage's groups, repeated for each entry of :meth:`reducing`."""
         kinds = [len(set(g.parts)) or 1 for g in self.stages[s].groups]
         return [value for count, value in zip(kinds, values, strict=True) for _ in range(count)]
 
     @property
     def experts_over(self) -> tuple[int, bool]:
-        """How experts are divided, for keys of what is remembered."""
+        """The division of experts, as a part of cache keys."""
         return self.ep, self.across_replicas
 
     @property
@@ -339,8 +339,8 @@ class GroupMemory(NamedTuple):
     """Predicted bytes of one rank of a group, by category.
 
     ``state_share`` is the part of its stage's state that a replica keeps, None for equal parts; ``host_bytes``
-    is what the rank offloads to the node's main memory (not part of the total).  A replica has ``cp`` TP groups.  Of
-    replicas with parts of their own each kind of part has an entry: ``group`` is on its pool then, ``cp`` its number.
+    is what the rank offloads to the node's main memory (not part of the total).  A replica has ``cp`` TP groups.  For
+    replicas with ``parts`` each kind of part has an entry: ``group`` is then on its pool, and ``cp`` its number.
     """
 
     stage: int
@@ -355,11 +355,11 @@ class GroupMemory(NamedTuple):
     state_share: float | None = None
     host_bytes: float = 0.0
     cp: int = 1
-    logits_bytes: float = 0.0  # of the activations, those of output layer and loss
+    logits_bytes: float = 0.0  # the part of the activations that is from output layer and loss
 
     @property
     def ranks(self) -> int:
-        """Such ranks."""
+        """Number of such ranks."""
         return self.group.tp * self.cp * self.group.count
 
     @property
@@ -369,13 +369,13 @@ class GroupMemory(NamedTuple):
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
+        """Sum of all categories."""
         on_device = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
         return on_device + self.workspace_bytes + self.reserved_bytes
 
 
 class Estimate(NamedTuple):
-    """Holds what the closed form says about a candidate."""
+    """The closed form's result for a candidate."""
 
     iteration_s: float  # predicted iteration time
     busy_s: float  # compute of the stage that decides it
@@ -424,13 +424,13 @@ class StageTimes:
     in_flight: tuple[int, ...] = ()  # microbatches that each kind of replica may hold
     memory: tuple[GroupMemory, ...] = ()  # of one rank of each kind of replica
     fullest: float = 0.0  # largest share of a rank's memory that is used
-    # what schedules remember about the stage, whatever is in flight
+    # values that schedules cache for the stage, which do not depend on the microbatches in flight
     memo: dict[object, Any] = field(default_factory=dict)
     _figures: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     @property
     def figures(self) -> bytes:
-        """The times of the stage as the compiled closed form wants them."""
+        """The times of the stage, packed for the compiled closed form."""
         if not self._figures:
             found = array("d", (self.forward_s, self.backward_s, self.busy_s, len(self.replica_f)))
             times, held = (self.replica_f, self.replica_b, self.microbatches), self.in_flight
@@ -475,7 +475,7 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
 
 
 def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:
-    """Whether all stages divide the microbatches in the same way over their replicas (1F1B needs no slack)."""
+    """Whether all stages divide the microbatches in the same way over their replicas (then 1F1B needs no slack)."""
     first: list[tuple[int, int]] | None = None
     for stage, counts in zip(candidate.stages, microbatches):
         mine = [(g.count, k) for g, k in zip(stage.groups, counts)]

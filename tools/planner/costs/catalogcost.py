@@ -35,7 +35,7 @@ from .layer import (
     product_s,
 )
 
-# What one rank computes and moves in a forward of one layer: matrix products, attention, element-wise traffic.
+# Work of one rank in a forward of one layer: matrix products, attention, element-wise memory traffic.
 
 
 SCAN_WIDTH = 128  # the recurrence of a chunk is products of about this size
@@ -62,7 +62,7 @@ def layer_work(
         tokens: Tokens of one rank before division by TP (with CP: its part of the sequences).
         ep: Parts over which the experts are divided.
         expert_tp: Ranks that cut one expert.
-        heads: What a rank of a recurrent layer scans over ``tokens``: context-parallel ranks divide its heads evenly.
+        heads: Factor on ``tokens`` in the scan of a recurrent layer, whose heads context-parallel ranks divide evenly.
     """
     h, split = model.hidden_size, tp if model.sequence_parallel else 1
     products = list(_attention_products(model, tokens, tp, heads))
@@ -79,7 +79,7 @@ def layer_work(
         mlp, more = _mlp(model, tokens, model.ffn_hidden_size / tp)
         products, elements = products + mlp, elements + more
     elif x is not None:
-        # The ranks of a TP group send their parts of the sequence; those that cut an expert get its tokens whole.
+        # Ranks of a TP group send their parts of the sequence; ranks that divide an expert get all of its tokens.
         routed = tokens * h / tp
         met = tokens / tp * ep * expert_tp
         mlp, more = _mlp(model, met * x.top_k / x.count, x.ffn_hidden_size / expert_tp, x.count / ep)
@@ -92,10 +92,10 @@ def layer_work(
 
 
 def deferred_bytes(model: Model, tokens: float, tp: int, ep: int, expert_tp: int, whole: bool) -> tuple[float, float]:
-    """Inputs and output gradients of linear layers, which wait for weight gradients: of a layer, and of the head.
+    """Bytes kept for deferred weight gradients (inputs and output gradients of linear layers): (layer, head).
 
     Args:
-        whole: Whether inputs wait as they were gathered, as in Transformer Engine; else a rank's part of the sequence.
+        whole: Whether gathered inputs are kept, as in Transformer Engine; otherwise a rank's part of the sequence.
     """
     x, h = model.experts, model.hidden_size
     split = tp if model.sequence_parallel and not whole else 1
@@ -147,9 +147,9 @@ def _mlp(model: Model, tokens: float, width: float, count: float = 1.0) -> tuple
     return [Product(tokens, wide, h, count), Product(tokens, h, width, count)], tokens * (wide + width) * count
 
 
-ADAM_BYTES = 28.0  # adam reads parameters, gradients and two moments, and writes three of them, in fp32
+ADAM_BYTES = 28.0  # Adam reads parameters, gradients and two moments, and writes all but the gradients, in fp32
 
-SUM_BYTES = 12.0  # a number in fp32 is read, one is added, and it is written
+SUM_BYTES = 12.0  # adding two fp32 numbers reads both and writes one
 
 
 class CatalogCosts:
@@ -162,7 +162,7 @@ class CatalogCosts:
         self._of_kind: dict[str, CatalogCosts] = {}
 
     def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
-        """Returns how far published runs of such plans were from their predictions."""
+        """Returns the prediction errors of published runs of such plans."""
         return catalog_uncertainty(self.model, gpus, sliced, fitted=self.runtime.fused)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
@@ -179,12 +179,12 @@ class CatalogCosts:
     def fused(self, gpu: str) -> bool:
         """Whether attention runs in a fused kernel on this GPU; FlashAttention-2 is for fp16 and bf16 only."""
         if self.model.attention == "fused" or self.model.document_lengths is not None:
-            return True  # the kernels of slices attend document by document
+            return True  # slice attention runs document by document
         half = self.model.precision in ("fp16", "bf16")
         return self.model.attention == "flash" and half and self.gpu(gpu).flash_attention_2 and self.runtime.fused
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
-        """Kept activations of a layer in slices, whose attention keeps no matrices, over those of whole sequences."""
+        """Ratio of the kept activations of a layer in slices (no attention matrices) to those of whole sequences."""
         sliced = whole = 0.0
         counted = kinds or self.model.kinds
         models = [(count, self.model.of_kind(kind)) for kind, count in counted] or [(1, self.model)]
@@ -200,11 +200,11 @@ class CatalogCosts:
         return self._of_kind[kind]
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
-        """Time of a pass while other devices wait over that while all are busy: GPUs do not slow each other down."""
+        """Time of a pass while other devices wait, relative to all being busy: 1, as GPUs do not slow each other."""
         return 1.0
 
     def update_s(self, gpu: str, parameters: float) -> float:
-        """A fused Adam step is bound by memory."""
+        """Seconds of a fused Adam step, which is bound by memory bandwidth."""
         return memory_s(self.gpu(gpu), ADAM_BYTES * parameters)
 
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
@@ -238,7 +238,7 @@ class CatalogCosts:
         parts = spread.expert_parts(tp)
         matrix = attention_matrix_bytes(model, batch, tp, spread.over)
         if fused or self._is_ours(device, spread):
-            matrix, fused = 0.0, fused or passes == 1  # of slices ``sliced_share`` tells
+            matrix, fused = 0.0, fused or passes == 1  # for slices ``sliced_share`` has the ratio
         kept = activation_bytes(model, kind, batch, tp, recompute, fused, cp=spread.over, expert_tp=parts)
         rows, size = model.vocab_size / tp * model.element_bytes, model.hidden_size * model.element_bytes
         if kind == "layer":
@@ -298,7 +298,7 @@ class CatalogCosts:
         return forward, backward, attention_f, attention_b
 
     def _again_s(self, gpu: Gpu, recompute: str, work: LayerWork, tokens: float, tp: int, spread: Spread) -> float:
-        """Parts of a layer; of dense MLPs plans do not run the second projection again in 16 bits."""
+        """Seconds to recompute parts of a layer; in 16 bits plans do not recompute a dense MLP's second projection."""
         model, kernels, gathers, products = self.model, self.runtime.kernels, 0.0, list[Product]()
         activated = list(work.experts) if "moe_act" in recompute else []
         if "mlp" in recompute and model.ffn_hidden_size and not work.experts:
@@ -314,7 +314,7 @@ class CatalogCosts:
         return seconds + memory_s(gpu, kernels.elementwise * moved * model.element_bytes)
 
     def _is_ours(self, gpu: Gpu, spread: Spread) -> bool:
-        """Whether attention runs in the kernels of slices, which keep no matrices, on any GPU."""
+        """Whether attention runs in the kernels of slices, which keep no attention matrices on any GPU."""
         is_cut = spread.slices > 1 or (spread.cp > 1 and self.runtime.commuted)
         return not gpu.is_processor and (is_cut or self.model.document_lengths is not None)
 
@@ -326,12 +326,12 @@ class CatalogCosts:
             if is_ours:
                 half = model.precision in ("fp16", "bf16")
                 share = 1.0 if half and gpu.flash_attention_2 else MEMORY_EFFICIENT
-                if model.precision == "tf32" and "tf32" in gpu.flops:  # of fp32, by three products of tf32
+                if model.precision == "tf32" and "tf32" in gpu.flops:  # fp32 products by three products in tf32
                     share /= 3
                 newest = kernels.newest_attention and gpu.has_newer_attention
                 kernels = replace(kernels, newest_attention=newest, attention=share * kernels.attention)
             forward, backward = attention_s(gpu, kernels, work.attention_flops, work.score_width, model.precision)
-            # Every slice adds to the gradients, in fp32, of all keys and values before.
+            # Every slice adds to the fp32 gradients of all earlier keys and values.
             added = (spread.slices - 1) * model.mean_keys() * batch / spread.over * pool_size(model, tp)
             backward, repeated = backward + memory_s(gpu, SUM_BYTES * added), 0.0
         else:  # matrices of all keys, masked or not
@@ -347,7 +347,7 @@ class CatalogCosts:
     def _shared(
         self, gpu: Gpu, forward: float, backward: float, batch: int, tp: int, spread: Spread
     ) -> tuple[float, float]:
-        """Attention whose sequences context-parallel ranks share, from that of a rank's part."""
+        """(forward, backward) seconds of attention under context parallelism, from those of a rank's part."""
         model = self.model
         rate = _sharing_rate(gpu, tp, spread)
         # Of queries that a rank sends to the others, each its part, or gets from them, whatever is more.
@@ -364,7 +364,7 @@ class CatalogCosts:
         return forward + max(0.0, there - forward / spread.over), backward + max(0.0, back - backward / spread.over)
 
     def _heads_s(self, gpu: Gpu, tokens: float, tp: int, spread: Spread) -> float:
-        """Tokens of a rank to the context-parallel ranks of the heads of a recurrent layer, and the results back."""
+        """Seconds to send a rank's tokens to the context-parallel ranks of a recurrent layer's heads, and back."""
         if self.model.recurrent is None or spread.cp == 1:
             return 0.0
         moved = tokens * self.model.recurrent.travels * self.model.element_bytes / tp
@@ -381,9 +381,9 @@ class CatalogCosts:
         return (moved / rate + 40e-6) * (1 - self.runtime.tp_overlap)
 
     def _exchange_s(self, gpu: Gpu, work: LayerWork, tp: int, spread: Spread) -> float:
-        """Tokens to experts and back: sorting, two all-to-alls, and a gather and a sum where ranks cut experts.
+        """Seconds of tokens to experts and back: sorting, two all-to-alls, and gather and sum under expert TP.
 
-        Half of the sorting is of what a rank sends, half of what it gets; each of those who cut an expert gets all.
+        Half of the sorting is of sent tokens, half of received ones; each rank that divides an expert gets all.
         """
         x = self.model.experts
         if x is None or not work.routed_elements:

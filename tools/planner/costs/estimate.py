@@ -32,7 +32,7 @@ INFEASIBLE = float("inf")
 # The closed forms behind ``Estimator.estimate``: time and price.
 
 
-# Bytes over links that have a price, and what they cost.
+# Bytes over links that have a price, and their cost.
 
 
 def egress(estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes]) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def _pipeline(
 
 
 def _only_kind(stage: StageTimes, i: int) -> StageTimes:
-    """A stage as one kind of its replicas is: the others are in pipelines of their own."""
+    """The stage restricted to one kind of its replicas; the others are in pipelines of their own."""
     f, b, k, held = stage.replica_f[i], stage.replica_b[i], stage.microbatches[i], stage.in_flight[i : i + 1]
     one = replace(stage, units=[stage.units[i]], replica_f=[f], replica_b=[b], microbatches=[k], busy_s=k * (f + b))
     return replace(one, counts=[stage.counts[i]], in_flight=held, forward_s=f, backward_s=b)
@@ -159,10 +159,10 @@ __all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "
 class Estimator(OperatingPoints):
     """Evaluates candidates for one cluster and model."""
 
-    evaluations = 0  # how many candidates have been evaluated
+    evaluations = 0  # number of candidates evaluated so far
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
-        """Returns what ``simulate`` says of the candidate, asked once; raises PlannerError."""
+        """Returns the result of ``simulate`` for the candidate, which is cached; raises PlannerError."""
         key = candidate, whole
         if key not in self.known_seconds:
             try:
@@ -189,7 +189,7 @@ class Estimator(OperatingPoints):
         return INFEASIBLE if found is None or not self.fits(found) else found.iteration_s
 
     def may_hold(self, limits: Sequence[int]) -> bool:
-        """Whether so many GPUs of each pool may hold parameters, gradients and optimizer state, all of them once."""
+        """Whether ``limits`` GPUs of each pool may hold one copy of parameters, gradients and optimizer state."""
         free = need = 0.0
         for pool, count in enumerate(limits):
             unit = self.unit(pool, 1, self.model.batch_sizes[0], self.model.recompute[-1]) if count else None
@@ -206,9 +206,9 @@ class Estimator(OperatingPoints):
         return estimate.fullest <= self.memory_margin and not self.short_of_host_memory(estimate)
 
     def host_memory(self, estimate: Estimate) -> list[tuple[int, float]]:
-        """(pool, bytes) of main memory that a node of the pool holds for what a plan offloads.
+        """(pool, bytes of main memory) that a plan offloads to a node of the pool.
 
-        A node is taken to hold the ranks that offload most.
+        A node is assumed to hold the ranks that offload most.
         """
         out: list[tuple[int, float]] = []
         for pool, node in enumerate(self.cluster.nodes):
@@ -232,7 +232,7 @@ class Estimator(OperatingPoints):
         """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes.
 
         Args:
-            most_s: None too where an iteration certainly takes longer; that is seen in a fraction of the time.
+            most_s: None is also returned if an iteration certainly takes longer, which is found much faster.
         """
         if candidate not in self.known_estimates:
             found = evaluate(self, candidate, most_s)
@@ -243,5 +243,5 @@ class Estimator(OperatingPoints):
         return self.known_estimates[candidate]
 
     def uncertainty(self, candidate: Candidate) -> Uncertainty:
-        """Expected relative error of a candidate's time, as published runs of such plans show."""
+        """Expected relative error of a candidate's time, from published runs of such plans."""
         return self.costs.uncertainty_of({self.cluster.nodes[p].gpu for p in candidate.gpus()}, candidate.slices > 1)

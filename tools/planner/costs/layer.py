@@ -10,7 +10,7 @@ from ..inputs.profile_schema import LayerKind
 
 # Seconds of single kernels on one GPU, from datasheet figures and a few constants of the training software.
 #
-# ``docs/costs.md`` says where every term comes from and how well it fits published runs.
+# ``docs/costs.md`` has the source of every term, and how well it fits published runs.
 
 
 MEMORY_SHARE = 0.9  # share of the datasheet's memory bandwidth that streaming kernels reach
@@ -22,17 +22,17 @@ DIAGONAL_TOKENS = 64
 
 FULL_HEAD = 128
 MEMORY_EFFICIENT = 0.44  # rate of PyTorch's memory-efficient kernel over FlashAttention 2's, measured on an H200
-NARROW_HEAD = 0.5  # what the exponentials of a block take beside its products, in heads of half of ``FULL_HEAD``
+NARROW_HEAD = 0.5  # time of a block's exponentials relative to its products, for heads of half of ``FULL_HEAD``
 
 INPUT_BYTES = {"fp4": 0.5, "fp8": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Holds what one training system's kernels make of any GPU.  The same constants for all GPUs and models."""
+    """Efficiency constants of one training system's kernels, the same for all GPUs and models."""
 
-    gemm: float = 0.97  # rate of matrix products, as a share of what the catalog says that the GPU reaches
-    attention: float = 1.0  # the same for attention in a fused kernel
+    gemm: float = 0.97  # rate of matrix products, as a share of the rate in the catalog
+    attention: float = 1.0  # rate of attention in a fused kernel, as a share of the rate in the catalog
     # attention runs in the kernels of the GPU's own generation (cuDNN, FlashAttention-3); else in those of
     # FlashAttention-2, which use a third of a Hopper GPU
     newest_attention: bool = True
@@ -47,8 +47,8 @@ class Kernels:
     quantize_bytes: float = 4.0  # memory traffic per input element of an fp8 or fp4 product (amax, cast, transpose)
     # the same in the products of experts, each of which pads and casts a part of its own
     expert_quantize_bytes: float = 12.0
-    launches: float = 60.0  # kernels that the host starts for a forward of one layer
-    expert_launches: float = 150.0  # more of them for a layer with experts
+    launches: float = 60.0  # kernels that the host launches for a forward of one layer
+    expert_launches: float = 150.0  # additional launches for a layer with experts
     # wait of one pass of a layer with experts that drops no tokens, in launches: the host must know how many tokens
     # each expert got before it can start the products
     dropless_launches: float = 415.0
@@ -70,12 +70,12 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """FLOPs of all ``count`` products."""
         return 2.0 * self.m * self.n * self.k * self.count
 
     @property
     def elements(self) -> float:
-        """Read and written at least."""
+        """Least elements read and written."""
         return (self.m * self.k + self.k * self.n + self.m * self.n) * self.count
 
 
@@ -96,21 +96,21 @@ def product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, elem
 
 
 def backward_product_s(gpu: Gpu, kernels: Kernels, product: Product, precision: str, element_bytes: float) -> float:
-    """Both products of a backward: the gradient of the input, and that of the weight, which is added to a sum."""
+    """Both products of a backward: the gradient of the input, and that of the weight, which is accumulated."""
     added = max(0.0, kernels.gradient_bytes - element_bytes) * product.k * product.n * product.count
     return 2 * product_s(gpu, kernels, product, precision, element_bytes) + memory_s(gpu, added)
 
 
 def memory_s(gpu: Gpu, moved: float) -> float:
-    """Bytes through device memory."""
+    """Seconds to move ``moved`` bytes through device memory."""
     return moved / (gpu.memory_bytes_per_s * MEMORY_SHARE)
 
 
 def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, precision: str) -> tuple[float, float]:
     """(forward, backward) of fused attention whose forward has ``flops``; the backward has 2.5 times as many.
 
-    Heads narrower than 64 use part of the matrix units.  Scores take as many exponentials in narrow heads as in wide
-    ones, which newer GPUs do hardly faster than older ones: there these bind.
+    Heads narrower than 64 use part of the matrix units.  Narrow heads need as many exponentials as wide ones, and newer
+    GPUs compute exponentials hardly faster than older ones: there exponentials are the bottleneck.
     """
     share = gpu.attention_efficiency if kernels.newest_attention else gpu.flash_efficiency
     rate = gpu.peak(precision) * share * kernels.attention * min(1.0, head_size / 64.0)
@@ -121,13 +121,13 @@ def attention_s(gpu: Gpu, kernels: Kernels, flops: float, head_size: float, prec
 
 
 def exchange_s(gpu: Gpu, token_bytes: float, top_k: int, ranks: int, domain: int, network_bytes_per_s: float) -> float:
-    """Every rank sends each of its tokens to ``top_k`` experts, which are spread evenly over ``ranks`` ranks.
+    """Seconds of an all-to-all of tokens to ``top_k`` experts each, spread evenly over ``ranks`` ranks.
 
     A token crosses the network once per node that holds any of its experts, and is copied to its experts
     inside the node (as DeepEP does).
 
     Args:
-        token_bytes: All tokens of one rank, once.
+        token_bytes: Bytes of all tokens of one rank, each counted once.
         domain: Ranks of the group that share a node (NVLink domain).
         network_bytes_per_s: Bandwidth of one GPU to the network.
     """
@@ -143,7 +143,7 @@ def exchange_s(gpu: Gpu, token_bytes: float, top_k: int, ranks: int, domain: int
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Physical terms of a training system, each with a meaning of its own."""
+    """Physical terms of a training system: overlap, host time, copies and its kernels' constants."""
 
     name: str = "megatron_het"  # for reports
     # A stage sends the next activations only when the gradients before them have come, as DeepSpeed's schedule orders
@@ -179,12 +179,12 @@ class Runtime:
     reserved_bytes: float | None = None  # context, communicators and libraries of one rank; None = the catalog's figure
     # what the training system holds besides (buffers of its own, what its allocator cannot reuse)
     framework_bytes: float = 0.0
-    kernels: Kernels = DEFAULT_KERNELS  # what its kernels make of a GPU
+    kernels: Kernels = DEFAULT_KERNELS  # efficiency constants of its kernels
     fused: bool = True  # attention of whole sequences runs in a fused kernel where the GPU has one
-    tp_overlap: float = 0.0  # share of the collectives of TP that runs beside products
+    tp_overlap: float = 0.0  # share of the collectives of TP that overlaps with products
     # where MLPs run again their second projections do, too: Megatron's own recomputation
     again_whole: bool = False
-    exchange_overlap: float = 0.0  # share of the all-to-alls of experts that runs beside compute
+    exchange_overlap: float = 0.0  # share of the all-to-alls of experts that overlaps with compute
     # share of ZeRO-2's and ZeRO-3's gathers and reductions that may run beside the compute of the same pass; the rest
     # comes on top of it
     gather_overlap: float = 1.0
@@ -205,7 +205,7 @@ MEGATRON = Runtime(
     sync_overlap=0.8,
     gather_overlap=0.9,
 )
-"""Stock Megatron as its makers tune it: what overlaps is switched on, losses and sums of gradients are fused."""
+"""Stock Megatron as NVIDIA tunes it: overlaps are switched on, loss and gradient accumulation are fused."""
 
 MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, logits_bytes=52.0))
 """What ``emit`` writes: the same kernels, and Megatron's own loss.
@@ -220,7 +220,7 @@ WITHOUT_TE = replace(
     update_copies=1.0,
     kernels=replace(MEGATRON_HET.kernels, gradient_bytes=12.0, elementwise=3.0),
 )
-"""Megatron's own layers: attention keeps its matrices, torch's Adam all roots, five kernels rotate.  Not fitted."""
+"""Megatron's own layers: attention keeps its matrices, torch's Adam all roots, RoPE has five kernels.  Not fitted."""
 
 CPU_GLOO = Runtime(
     commuted=True,
@@ -237,17 +237,17 @@ def runtime_for(gpus: Iterable[Gpu]) -> Runtime:
     return MEGATRON_HET if all(g.is_processor or g.has_transformer_engine for g in gpus) else WITHOUT_TE
 
 
-# How far predictions were off on published runs of each kind, with whole families left out: what reports print.
+# Prediction errors on published runs of each kind, with whole families left out, which reports print.
 #
 # ``python -m benchmarks.planner_accuracy`` measures these figures (``benchmarks/results/planner_accuracy.json``).
 
 
 class Uncertainty(NamedTuple):
-    """Relative error that four of five predictions of a kind stay within."""
+    """Relative error within which four of five predictions of a kind stay."""
 
     error: float
-    runs: int  # how many measured runs it was found on, each predicted with constants that its family has no part in
-    of: str  # what those runs were
+    runs: int  # number of measured runs, each predicted with constants fitted without its family
+    of: str  # kind of these runs
 
     def __str__(self) -> str:
         return f"+-{100 * self.error:.0f} %, from {self.runs} {self.of}"
@@ -264,7 +264,7 @@ COMPARED_GPUS = frozenset({"A100-40", "A100-80", "H100-SXM", "H200", "B200", "GB
 
 
 def catalog_uncertainty(model: Model, gpus: Collection[str], sliced: bool = False, fitted: bool = True) -> Uncertainty:
-    """Relative error of times that was seen for plans of this kind.
+    """Relative error of predicted times for plans of this kind.
 
     Args:
         fitted: Whether the runtime's kernels are those of published runs.
@@ -279,7 +279,7 @@ KINDS: tuple[LayerKind, ...] = ("embedding", "layer", "head")
 
 
 class Spread(NamedTuple):
-    """How a layer is divided over ranks besides TP, and what those ranks are joined by."""
+    """Division of a layer over ranks besides TP, and the links between these ranks."""
 
     cp: int = 1  # context-parallel size
     ep: int = 1  # expert-parallel size: parts over which the experts of a layer are divided
@@ -287,17 +287,17 @@ class Spread(NamedTuple):
     domain: int = 8  # GPUs of a node (or NVLink domain)
     network_bytes_per_s: float = 12.5e9
     intra_node_bytes_per_s: float | None = None  # of one GPU to its node, None for the catalog's figure
-    slices: int = 1  # passes that a sequence is cut into; costs are of all of them
+    slices: int = 1  # passes per sequence; costs are of all of them
     # of a hybrid model: the layers that a figure is the mean of, counted by kind; empty: all of the model
     kinds: Counted = ()
-    cut: bool = False  # whether documents are cut by places, whatever that costs
+    cut: bool = False  # whether documents are cut at fixed positions, even if whole documents were cheaper
     portion: float = 0.0  # the part of every sequence that the rank holds; 0 for equal parts
     # of one rank to the other context-parallel ranks, where these are of several kinds
     between_bytes_per_s: float | None = None
 
     @property
     def over(self) -> float:
-        """The tokens of a sequence over those that the rank holds: the CP size where parts are equal."""
+        """Ratio of the tokens of a sequence to those of the rank: the CP size where parts are equal."""
         return 1 / self.portion if self.portion else self.cp
 
     def expert_parts(self, tp: int) -> int:
@@ -321,13 +321,13 @@ class LayerCost:
     # attention_forward_s, attention_backward_s: the part of the times that grows with the keys before a token
     attention_forward_s: float = 0.0
     attention_backward_s: float = 0.0
-    # fixed_forward_s, fixed_backward_s: what a pass through any number of such layers takes besides
+    # fixed_forward_s, fixed_backward_s: additional time of a pass, whatever its number of such layers
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
 
 
 def mean_of_layers(layers: Sequence[tuple[float, LayerCost]]) -> LayerCost:
-    """Returns the mean of several kinds of layers by share; temporary memory is that of the largest."""
+    """Returns the mean of several kinds of layers, weighted by share; the workspace is the largest one."""
     total = sum(share for share, _ in layers)
 
     def mean(name: str) -> float:
@@ -367,7 +367,7 @@ def activation_bytes(
     it is materialised (softmax output; no attention dropout), and the MLP's intermediate results.
 
     Args:
-        cp: The tokens of a sequence over those that the rank holds.
+        cp: Ratio of the tokens of a sequence to those of the rank.
         expert_tp: Ranks that cut one expert, 0 for all of the TP group.
     """
     e, s, h = model.element_bytes, model.seq_length, model.hidden_size
@@ -421,7 +421,7 @@ def activation_bytes(
 
 
 def mlp_widths(model: Model) -> tuple[float, float, float, float]:
-    """Returns mean widths per layer: of MLPs, of experts that a token meets, of shared ones; the share with experts."""
+    """Returns mean widths per layer (MLPs, experts of a token, shared experts), and the share of expert layers."""
     x, dense = model.experts, float(model.ffn_hidden_size)
     if x is None:
         return dense, 0.0, 0.0, 0.0
@@ -430,20 +430,20 @@ def mlp_widths(model: Model) -> tuple[float, float, float, float]:
 
 
 def pool_size(model: Model, tp: int) -> float:
-    """Numbers per token that slices cache on one rank; compressed keys and values are of all heads."""
+    """Numbers per token in the key-value cache of one rank; compressed keys and values are those of all heads."""
     return 2 * model.kv_size / tp if model.latent is None else model.latent.compressed
 
 
 def backward_bytes(
     model: Model, batch: int, tp: int, cp: float = 1, expert_tp: int = 0, matrix: float = 0.0, matrices: float = 0.0
 ) -> float:
-    """Returns what the backward of a layer holds at once beside what the forward has kept.
+    """Returns the peak bytes of a layer's backward beyond the activations kept from the forward.
 
-    Most is held in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
+    The peak is in the MLP: the gradients of its first projection's outputs, or, where the sequence is divided, the
     gathered gradient of its second projection's outputs and that of its inputs.  Megatron gathers the inputs of
-    projections into one buffer, which stays.  Experts' outputs (and their gradients) are there twice while they are
-    sorted, besides what each TP rank sends and gets.  Or, without a fused kernel, in attention: so many ``matrices`` of
-    its, of which one is in that buffer throughout, once what the MLP has kept is gone.
+    projections into one buffer, which stays.  Experts' outputs (and their gradients) exist twice while they are
+    sorted, besides the tokens that each TP rank sends and receives.  Without a fused kernel the peak may be in
+    attention: ``matrices`` attention matrices, one of them in that buffer, after the MLP's activations are freed.
     """
     *widths, share = mlp_widths(model)
     width, h = sum(widths), model.hidden_size

@@ -45,7 +45,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def _slope(steps: Sequence[float], rises: Sequence[float], i: int) -> float:
-    """At point ``i``: a harmonic mean of the rises beside it, none at a turn."""
+    """The slope at point ``i``: a harmonic mean of the neighbouring rises, 0 at an extremum."""
     if len(steps) == 1:
         return rises[0]
     if i == 0:
@@ -60,7 +60,7 @@ def _slope(steps: Sequence[float], rises: Sequence[float], i: int) -> float:
 
 
 def _at_an_end(step: float, following: float, rise: float, next_rise: float) -> float:
-    """Returns the slope of the parabola through three points, as far as the cubic stays monotone with it."""
+    """Returns the slope of the parabola through three points, limited so that the cubic stays monotone."""
     slope = ((2 * step + following) * rise - step * next_rise) / (step + following)
     if slope * rise <= 0:
         return 0.0
@@ -68,7 +68,7 @@ def _at_an_end(step: float, following: float, rise: float, next_rise: float) -> 
 
 
 class Kind(NamedTuple):
-    """Holds what the points of one curve over the micro batch size have in common."""
+    """The common properties of the points of one curve over the micro batch size."""
 
     gpu: str
     layer: LayerKind
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How it differs from a plain layer."""
+        """A description of its differences from a plain layer."""
         dense = " without experts" if self.layer == "dense" else ""
         return dense + (" with a sliding window" if self.windowed else "")
 
@@ -93,7 +93,7 @@ class Kind(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Seconds of one pass: of the layer, and what comes once per pass however many layers it goes through."""
+    """Seconds of one pass: of the layer, and a fixed time per pass, whatever its number of layers."""
 
     forward_s: float
     backward_s: float
@@ -105,7 +105,7 @@ def pass_at(points: Sequence[LayerTiming], kind: Kind, batch: int, overhead: flo
     """One pass of this kind.
 
     Args:
-        points: Of this kind, or of the same without recomputation; by micro batch size.
+        points: Points of this kind, or of the same kind without recomputation; by micro batch size.
     """
     forward = _at(points, batch, lambda t: t.forward_s, overhead)
     backward = _at(points, batch, lambda t: t.backward_s, overhead)
@@ -118,7 +118,7 @@ def pass_at(points: Sequence[LayerTiming], kind: Kind, batch: int, overhead: flo
 
 
 def without_sequences(points: Sequence[LayerTiming], kind: Kind) -> Pass:
-    """Returns the part of a pass that no sequence causes, by the two smallest micro batches; else nothing."""
+    """Returns the time of a pass without sequences, extrapolated from the two smallest micro batches; 0 without."""
     if len(points) < 2:
         return Pass(0.0, 0.0, 0.0, 0.0)
     a, b = points[0].micro_batch_size, points[1].micro_batch_size
@@ -149,10 +149,10 @@ Points = Mapping[Kind, Sequence[LayerTiming]]
 
 
 class SlicePrices:
-    """Prices of slices by one profile.
+    """Times of slices from one profile.
 
     Args:
-        slices: Of each kind, by tokens of each sequence in a pass.
+        slices: Measured points of each kind, by tokens of each sequence in a pass.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class SlicePrices:
         self._points, self._slices, self._length, self._overhead = points, slices, length, overhead
 
     def more(self, kind: Kind, batch: int, slices: int, attention: tuple[float, float]) -> tuple[Pass, bool]:
-        """Returns what all slices take besides the whole sequence, nothing at least, and whether they were measured.
+        """Returns the time of all slices beyond that of the whole sequence (at least 0), and whether it was measured.
 
-        Shorter slices than those measured take no less than they do, for each slice after the first.
+        Slices shorter than the measured ones take no less time each, after the first slice.
 
         Args:
-            attention: Seconds of a whole sequence's attention, forward and backward, to all keys before.
+            attention: Seconds of a whole sequence's attention, forward and backward, to all earlier keys.
         """
         points = self._points.get(kind) or self._points.get(kind._replace(recompute="none"))
         if not points:
@@ -219,7 +219,7 @@ class MeasuredCosts:
         model.check_profile(profile.model, file)
         self.model, self.profile, self.runtime, self.file = model, profile, runtime, file
         self.gpu, self.analytic = gpu, CatalogCosts(model, gpu, runtime)
-        # Whole sequences are measured, whatever documents are in them.
+        # The profile measures whole sequences without documents.
         plain = model.model_copy(update={"document_lengths": None})
         self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
         self.points: dict[Kind, list[LayerTiming]] = {}
@@ -239,7 +239,7 @@ class MeasuredCosts:
         self._update_rate = cache(self._update_per_parameter)
 
     def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
-        """Returns the error of predictions from profiles, with whole families of published runs left out."""
+        """Returns the error of predictions from profiles, found with whole families of published runs left out."""
         return PROFILED
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
@@ -257,7 +257,7 @@ class MeasuredCosts:
         return 2 * max(found, default=0)
 
     def sliced_share(self, gpu: str, batch: int, tp: int, recompute: str, kinds: Counted = ()) -> float:
-        """Returns the share of the catalog's model."""
+        """Returns the ratio from the catalog's model."""
         return self.analytic.sliced_share(gpu, batch, tp, recompute, kinds)
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
@@ -270,7 +270,7 @@ class MeasuredCosts:
         return min(1.0, nearest.alone_s / (nearest.forward_s + nearest.backward_s))
 
     def update_s(self, gpu: str, parameters: float) -> float:
-        """From the measured steps where there are any: memory bandwidth otherwise."""
+        """Seconds of an optimizer step, from measured steps if there are any, otherwise from memory bandwidth."""
         return parameters * self._update_rate(gpu)
 
     def _update_per_parameter(self, gpu: str) -> float:
@@ -281,7 +281,7 @@ class MeasuredCosts:
 
     def cost(self, gpu: str, kind: LayerKind, batch: int, tp: int, recompute: str, spread: Spread = ALONE) -> LayerCost:
         """Figures of one layer, remembered."""
-        # As profiled, else scaled from how it was.
+        # As profiled, or scaled from the division that was profiled.
         ep = spread.ep if kind == "layer" and self._is_measured(gpu, tp, spread) else 1
         found = self._alone(gpu, kind, batch, tp, recompute, ep, of=spread.kinds)
         if kind != "layer" and spread.cp == spread.slices == 1:
@@ -317,14 +317,14 @@ class MeasuredCosts:
         attention: tuple[float, float],
         share: float,
     ) -> LayerCost:
-        """All slices of a sequence, from the whole of it, which they never take less than with the same attention.
+        """All slices of a sequence, from the whole sequence; with the same attention they never take less time.
 
-        On GPUs slices that were not measured take what the catalog says, if that is more: operands that every pass
-        reads, and kernels that the host cannot start sooner.
+        On GPUs, slices that were not measured take the catalog's time if that is longer: operands that every pass
+        reads, and kernels that the host cannot launch sooner.
 
         Args:
-            attention: Seconds to all keys before, in whichever documents, forward and backward.
-            share: What was measured over what the catalog says.
+            attention: Seconds of attention to all earlier keys, whatever their documents, forward and backward.
+            share: Ratio of measured to catalog time.
         """
         kinds = self._kinds(key, spread.kinds)
         parts = [(of, *self.slices.more(kind, batch, slices, attention)) for of, kind in kinds]
@@ -359,7 +359,7 @@ class MeasuredCosts:
         )
 
     def _is_measured(self, gpu: str, tp: int, spread: Spread) -> bool:
-        """Whether experts were measured divided as they are here."""
+        """Whether experts were measured with this division."""
         inside = spread.ep > 1 and spread.ep * spread.expert_parts(tp) == tp
         return inside and any(
             k.gpu == gpu and k.layer in ("layer", "experts") and (k.tp, k.ep) == (tp, spread.ep) for k in self.points
@@ -378,7 +378,7 @@ class MeasuredCosts:
         found = layers[0][1] if len(layers) == 1 else mean_of_layers(layers)
         if kind != "layer" or recompute in GRANULARITIES:
             return found
-        # Measured without recomputation: the catalog says what runs again, and what is left of activations.
+        # Measured without recomputation: the catalog gives the recomputed work and the remaining activations.
         spread = Spread(ep=ep, expert_tp=tp // ep, kinds=of)
         plain, again = (self._whole.cost(gpu, kind, batch, tp, r, spread) for r in ("none", recompute))
         kept = found.activation_bytes * again.activation_bytes / plain.activation_bytes
@@ -387,7 +387,7 @@ class MeasuredCosts:
         return replace(found, backward_s=found.backward_s + more, activation_bytes=kept, workspace_bytes=extra)
 
     def _kinds(self, key: Kind, of: Counted = ()) -> list[tuple[float, Kind]]:
-        """The kinds of layers that a layer stands for, with the share of each: with and without experts and windows."""
+        """(share, kind) of the layers that the mean layer represents: with and without experts and windows."""
         if key.layer != "layer":
             return [(1.0, key._replace(ep=1))]
         if self.model.kinds:
@@ -423,7 +423,7 @@ class MeasuredCosts:
         return LayerCost(forward, backward, parameters, kept, extra, fixed_forward_s=fixed_f, fixed_backward_s=fixed_b)
 
     def _scaled(self, key: Kind, batch: int) -> LayerCost:
-        """A layer kind that was not measured: the catalog's figure, scaled by how the transformer layer compares."""
+        """Cost of a layer kind that was not measured: the catalog's, scaled by the ratio of the transformer layer."""
         gpu, kind, tp, recompute = key[:4]
         if kind != "embedding" and kind != "head":
             problem = f"no transformer layer was measured{key.words}"
@@ -451,4 +451,4 @@ def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCos
 
 
 LayerCosts = CatalogCosts | MeasuredCosts
-"""Where the cost model gets the figures of single layers."""
+"""Sources of the figures of single layers."""

@@ -1,4 +1,4 @@
-"""Figures of replicas at their operating points, and what moves between stages: the inputs of the closed forms."""
+"""Figures of replicas at their operating points, and transfers between stages: the inputs of the closed forms."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .unit import Unit, mixed, unit_of_kinds, unit_of_parts
 
 
 class Network:
-    """Rates of a cluster, looked up by pool (index into ``cluster.nodes``)."""
+    """Link rates and latencies of a cluster, by pool (index into ``cluster.nodes``)."""
 
     def __init__(self, cluster: Cluster, runtime: Runtime, measured: Sequence[LinkProfile] = ()) -> None:
         self.cluster, self.runtime = cluster, runtime
@@ -49,7 +49,7 @@ class Network:
         return self.pair(first, second)[0] / max(node.gpus_per_node for node in nodes)
 
     def _link(self, operation: str, pools: Sequence[int], participants: int, local: bool) -> LinkProfile | None:
-        """The measured link between these kinds with the nearest number of participants, None without one."""
+        """The measured link between these kinds with the nearest number of participants; None without one."""
         kinds = {self.cluster.nodes[p].gpu for p in pools}
         fitting = [
             k
@@ -61,20 +61,20 @@ class Network:
         return min(fitting, key=lambda k: (abs(k.participants - participants), -k.latency_s), default=None)
 
     def rate(self, first: int, second: int, streams: int, size: float = inf) -> float:
-        """Bytes per second between two nodes for so many GPU pairs at once, each with a message of ``size`` bytes."""
+        """Bytes per second between two nodes for ``streams`` GPU pairs at once, in messages of ``size`` bytes."""
         node, single, ends = self.ends(first, second)
         if not ends:
             return min(node, streams * single)
         return min(node, streams * single, *[n.measured_rate(streams, size) for n in ends])
 
     def _ends(self, first: int, second: int) -> tuple[float, float, list[NodeGroup]]:
-        """Rates of the nodes and of one stream between two pools, and those of the two that have measured rates."""
+        """Rates of the nodes and of one stream between two pools, and the pools with measured rates."""
         ends = [self.cluster.nodes[p] for p in (first, second)]
         single = min(n.stream_bytes_per_s or inf for n in ends)
         return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
 
     def _around(self, pools: tuple[int, ...]) -> dict[int, tuple[float, float, float, bool]]:
-        """Returns, for each of some pools, the worst of its connections to all of them.
+        """Returns, for each of some pools, the figures of its worst connection to all of them.
 
         Latency, rate of the nodes, rate of one stream, and whether rates between any two of them are measured.
         """
@@ -89,10 +89,10 @@ class Network:
     def _transfer_s(
         self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool, units: int
     ) -> float:
-        """One boundary tensor of ``size`` bytes from a replica to a replica of the next stage.
+        """Seconds of one boundary tensor of ``size`` bytes from a replica to a replica of the next stage.
 
         Args:
-            units: Replicas that send at once, or parts of them; those of one node share its network.
+            units: Replicas, or parts of them, that send at once; those of one node share its network.
         """
         runtime, nodes = self.runtime, self.cluster.nodes
         beside = max(1, *[min(units, nodes[p].gpus_per_node // t) for p, t in ((first, first_tp), (second, second_tp))])
@@ -117,7 +117,7 @@ class Network:
         return seconds
 
     def sync_s(self, groups: tuple[Group, ...], rank_bytes: dict[Group, float], share: float = 1.0) -> float:
-        """All-reduce of gradients over the replicas of a stage.
+        """Seconds of an all-reduce of gradients over the replicas of a stage.
 
         One ring per TP rank goes through all nodes of the stage, so a node's network carries
         ``2 (d - 1) / d`` of the stage's gradients in each direction, shared by its rings.  The messages of a
@@ -165,11 +165,11 @@ class Network:
 
 
 def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: LayerCost, tp: int) -> LayerCost:
-    """Returns what comes after the last layer, with the layers for multi-token prediction.
+    """Returns the cost of the work after the last layer, with the layers for multi-token prediction.
 
-    Each of them embeds the tokens again, projects two rows of the hidden size to one, runs a layer and then what the
-    head runs.  They share one table with the first stage, of which the last one holds a copy; with tied embeddings the
-    head has it already.
+    Each of these embeds the tokens again, projects two rows of the hidden size to one, runs a layer and then the
+    head.  They share the embedding table of the first stage, of which the last stage holds a copy; with tied embeddings
+    the head has it already.
     """
     count, hidden = extra_layers(model), model.hidden_size
     if not count:
@@ -195,7 +195,7 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
 
 
 class OperatingPoints:
-    """Costs of one cluster and model."""
+    """Figures of replicas for one cluster and model, with the caches of the closed form."""
 
     writes_plans = True  # whether candidates are to be written as plans, which have a bound on passes per iteration
 
@@ -220,13 +220,13 @@ class OperatingPoints:
         self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
         self.known_sketches: dict[str, Any] = {}  # of plans that are changed, by objective
-        self.known_refined: dict[Any, dict[Candidate, Any]] = {}  # where refinements that came by a plan end, by goal
+        self.known_refined: dict[Any, dict[Candidate, Any]] = {}  # ends of refinements, by goal and visited plan
         # known_estimates, known_seconds: what was evaluated, and simulated (with whether it was the whole plan);
         # parts of a cluster are searched again and again, and meet the same candidates
         self.known_estimates: dict[Candidate, Estimate | None] = {}
         self.known_seconds: dict[tuple[Candidate, bool], float | PlannerError] = {}
-        self.known_blocks: dict[Candidate, Any] = {}  # what was made to simulate one in other orders too
-        # main memory of a node, where nobody has said: that of servers is two to four times their GPUs'
+        self.known_blocks: dict[Candidate, Any] = {}  # pipelines that can be simulated in other orders
+        # default main memory of a node: that of servers is two to four times the memory of their GPUs
         gpus = ((n, cluster.gpu(n.gpu)) for n in cluster.nodes)
         assumed = (inf if g.is_processor else 2.0 * n.gpus_per_node * g.memory_bytes for n, g in gpus)
         self.host_limits = [n.host_memory_bytes or most for n, most in zip(cluster.nodes, assumed)]
@@ -234,7 +234,7 @@ class OperatingPoints:
         self.optimizer_per_parameter = 12.0 if model.element_bytes == 2 else 8.0
         wide, narrow = (bool(model.flags.get(f)) for f in ("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"))
         in_16_bits = {"bf16": narrow, "fp16": not wide}.get(model.precision, False)
-        self.gradient_per_parameter = 2.0 if in_16_bits else 4.0  # as Megatron adds them up
+        self.gradient_per_parameter = 2.0 if in_16_bits else 4.0  # dtype of Megatron's accumulation
         self.state_per_parameter = model.element_bytes + self.gradient_per_parameter + self.optimizer_per_parameter
 
     def _price(self, pool: int) -> float:
@@ -262,8 +262,8 @@ class OperatingPoints:
         """Figures of a replica kind, None where there are none; times are of all slices together.
 
         Args:
-            kind: Of the layers of a hybrid model; empty: the mean of all.
-            cut: Whether context-parallel ranks cut documents by places.
+            kind: Kind of layer of a hybrid model; empty: the mean of all.
+            cut: Whether context-parallel ranks cut documents at fixed positions.
             portion, between_bytes_per_s: As in ``Spread``.
         """
         node = self.cluster.nodes[pool]
@@ -272,7 +272,7 @@ class OperatingPoints:
         spread = spread._replace(slices=slices, cut=cut, portion=portion, between_bytes_per_s=between_bytes_per_s)
         kinds = ((kind, 1),) if kind else ()
         if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
-            return None  # as plans refuse it: ranks divide heads
+            return None  # plans refuse it, too: ranks divide heads
         if (
             tp > node.gpus_per_node
             or tp not in self.costs.tp_sizes(node.gpu)
@@ -325,7 +325,7 @@ class OperatingPoints:
         """Figures of a group's replicas at the candidate's operating point, CP and EP included.
 
         Args:
-            stage: Of a hybrid model: whose layers they run; None for the mean of all layers.
+            stage: For a hybrid model, the stage whose layers are run; None for the mean of all layers.
         """
         c = candidate
         if group.kept and c.recompute == "full":
@@ -432,9 +432,9 @@ class OperatingPoints:
         return known[key]
 
     def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool) -> float:
-        """Seconds of one boundary tensor from a replica to one of the next stage: the slowest of its parts.
+        """Seconds of one boundary tensor from a replica to one of the next stage: those of its slowest part.
 
-        A part sends, and gets, what it holds of the sequence, over the slowest link to a part that has tokens of it.
+        A part sends, and receives, its tokens of the sequence over the slowest link to a part with common tokens.
 
         Args:
             size: Bytes of an equal part of ``cp``.
@@ -453,26 +453,26 @@ class OperatingPoints:
 
 
 def _places(group: Group, cp: int) -> list[tuple[float, float, int]]:
-    """Where the part of each context-parallel rank begins and ends in a sequence, 0 to 1, and its pool."""
+    """(begin, end, pool) of each context-parallel rank's part of a sequence, which is 0 to 1."""
     parts = group.parts or (SequencePart(group.pool, 1),) * cp
     edges = list(accumulate((part.share for part in parts), initial=0))
     return [(a / edges[-1], b / edges[-1], part.pool) for a, b, part in zip(edges, edges[1:], parts)]
 
 
-# Microbatches of different sizes without a pipeline (Poplar, section 3): what the passes of each replica take.
+# Microbatches of different sizes without a pipeline (Poplar, section 3): times of the passes of each replica.
 
 _TIMES = ("layer_f", "layer_b", "embedding_f", "embedding_b", "head_f", "head_b", "attention_f", "attention_b")
 _KEPT = ("layer_bytes", "embedding_bytes", "head_bytes")
 
 
 def passes_of(estimator: OperatingPoints, candidate: Candidate) -> list[int]:
-    """Returns the number of passes of the slowest replica of each group; there are figures for all of them."""
+    """Returns the number of passes of the slowest replica of each group; all groups must have figures."""
     slowest = (_slowest(estimator, candidate, i) for i in range(len(candidate.sizes)))
     return [0 if found is None else len(found[0]) for found in slowest]
 
 
 def _place(candidate: Candidate, group: Group) -> int:
-    """Which of the stage's groups it is, however many replicas are asked for."""
+    """Index of the group in its stage, whatever the group's number of replicas."""
     kinds = [(g.pool, g.tp, candidate.cut_of(g), g.parts) for g in candidate.stages[0].groups]
     return kinds.index((group.pool, group.tp, candidate.cut_of(group), group.parts))
 
@@ -485,7 +485,7 @@ def pass_s(estimator: OperatingPoints, candidate: Candidate, group: Group, size:
 
 
 def mean_size(candidate: Candidate, group: Group) -> float:
-    """Sequences of a pass of a group's replicas, in the mean."""
+    """Mean number of sequences of a pass of a group's replicas."""
     i = _place(candidate, group)
     passes = [n for own in candidate.sizes[i] for n in own]
     return sum(passes) / len(passes)
@@ -508,7 +508,7 @@ def _slowest(estimator: OperatingPoints, candidate: Candidate, i: int) -> tuple[
 
 
 def _mean(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes, largest: int) -> Unit | None:
-    """The mean of passes, with the memory of one of ``largest`` sequences."""
+    """Mean figures of passes, with the memory of a pass of ``largest`` sequences."""
     found = {n: _resized_unit(estimator, candidate, group, n) for n in {*own, largest}}
     if any(unit is None for unit in found.values()):
         return None
@@ -522,13 +522,13 @@ def _resized_unit(estimator: OperatingPoints, candidate: Candidate, group: Group
 
 
 def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Group, own: Passes) -> Unit:
-    """Returns what a replica takes of a microbatch of the plan's largest size, if it ran one.
+    """Returns a replica's figures for a microbatch of the plan's largest size, as the simulator needs them.
 
     The simulator gives a smaller microbatch its share of the largest one's time and memory.  Small passes take more
-    than their share: the replica's figures are such that its passes take together what they really do.
+    than their share, so the figures are chosen such that the total time of the replica's passes is right.
 
     Args:
-        own: Its passes; there are figures for them.
+        own: The replica's passes, which must have figures.
     """
     unit = _mean(estimator, candidate, group, own, max(own))
     assert unit is not None

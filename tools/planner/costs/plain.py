@@ -1,8 +1,8 @@
-"""The time of programs that have nothing but forwards and backwards, without building their transfers.
+"""The time of programs of forwards and backwards only, without building their transfers.
 
-The simulator (``megatron_het.schedule.simulate``) says the same of any program, with a time line and memory.  A search
-wants one number of many plans, most of which are such programs.  The loops are compiled (``pipelines.c``); without a
-compiler Python makes the same additions in the same order.
+The simulator (``megatron_het.schedule.simulate``) gives the same time for any program, with a timeline and memory.  A
+search needs only the time of many plans, most of which are such programs.  The loops are compiled (``pipelines.c``);
+without a compiler Python makes the same additions in the same order.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ from .candidate import Group, StageTimes
 
 # The search's inner loops in C, compiled when they are first needed; without a compiler Python does the same.
 #
-# ``pipelines.c`` is compiled with the system's ``cc`` into the user's cache folder, under a name that says from which
-# text and how.  A search asks for the results of a few loops many times; compiled they take a hundredth of the time.
+# ``pipelines.c`` is compiled with the system's ``cc`` into the user's cache folder, under a name with a digest of the
+# source and the command.  A search runs a few loops many times; compiled they take a hundredth of the time.
 # Results are equal to the last bit, so that a plan does not depend on whether there is a compiler.
 #
 # Environment:
@@ -49,12 +49,12 @@ SOURCE = Path(__file__).with_name("pipelines.c")
 COMPILER = "MEGATRON_HET_COMPILER"
 FLAGS = ("-O2", "-ffp-contract=off", "-std=c99", "-shared", "-fPIC")
 """No fused multiply-add: it rounds once where Python rounds twice."""
-MOST_S = 60  # after this long a compiler is given up
+MOST_S = 60  # timeout of the compiler
 
 
 @cache
 def loops() -> ctypes.CDLL | None:
-    """The compiled loops, None where there is no compiler or no place for them."""
+    """The compiled loops; None without a compiler, or where the library cannot be written."""
     compiler = shutil.which(os.environ.get(COMPILER, "cc") or "-")
     if compiler is None:
         return None
@@ -65,10 +65,10 @@ def loops() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    """The library, compiled if it is not there yet.
+    """The path of the library, compiled if it does not exist.
 
     Raises:
-        OSError: It cannot be written, or somebody else could have written it.
+        OSError: It cannot be written, or another user could have written it.
         subprocess.SubprocessError: It cannot be compiled.
     """
     key = b"\0".join([SOURCE.read_bytes(), repr(FLAGS).encode(), compiler.encode(), platform.machine().encode()])
@@ -81,20 +81,20 @@ def _built(compiler: str) -> Path:
             made = Path(scratch) / target.name
             command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=MOST_S, stdin=subprocess.DEVNULL)
-            made.replace(target)  # whole or not at all, also where several searches start at once
+            made.replace(target)  # atomic, also if several searches start at once
     _require_own(target)
     return target
 
 
 def _require_own(path: Path) -> None:
-    """Raises an OSError for what another user owns or may write."""
+    """Raises an OSError for a path that another user owns or may write."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError(f"{path} can be written by others")
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """With the types of its functions, which C does not tell."""
+    """The library with the types of its functions declared, which ctypes cannot know."""
     ints, doubles, octets = (ctypes.POINTER(kind) for kind in (c_int32, c_double, c_uint8))
     shape: list[Any] = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ints, ints, ints, ints]
     found.het_merge.argtypes = [*shape, ints, doubles, doubles, ctypes.c_int32, octets, ints]
@@ -111,21 +111,21 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-MOST_STAGES = 256  # as the compiled loops have it
+MOST_STAGES = 256  # the same limit as in ``pipelines.c``
 
 
 def figures_of(stages: Sequence[StageTimes]) -> bytes:
-    """Returns the figures of all stages."""
+    """Returns the packed figures of all stages."""
     return b"".join([stage.figures for stage in stages])
 
 
 def row_of(values: Iterable[float]) -> bytes:
-    """Returns numbers as the compiled closed form wants them."""
+    """Returns numbers packed for the compiled closed form."""
     return array("d", values).tobytes()
 
 
 MOST_PAIRS = 1 << 20
-"""Pairs of devices of which each is taken for a link; of more devices only the links in use are counted."""
+"""Up to this many pairs of devices, each pair is a link; for more, only the links in use are numbered."""
 _NOT_YET = -1.0
 _NOBODY = -1
 _STUCK = -2.0
@@ -135,7 +135,7 @@ Doubles = NDArray[np.float64]
 
 
 def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, ...], ...]] | None:
-    """Returns what replicas compute, in order; None where the program has further operations. Raises PlannerError."""
+    """Returns the compute operations of all devices; None if the program has other operations. Raises PlannerError."""
     try:
         program = assemble_compute(plan, inputs)
     except PlanError as error:
@@ -144,7 +144,7 @@ def compute_orders(plan: Plan, inputs: Inputs) -> tuple[Shape, tuple[tuple[Op, .
 
 
 def can_price(shape: Shape, costs: Costs) -> bool:
-    """Whether :func:`makespan_s` says what the simulator says."""
+    """Whether :func:`makespan_s` gives the simulator's time."""
     return isinstance(costs.link, Wiring) and not (
         costs.host_blocks
         or costs.post_s
@@ -157,10 +157,10 @@ def can_price(shape: Shape, costs: Costs) -> bool:
 
 
 def makespan_s(shape: Shape, orders: Sequence[Sequence[Op]], costs: Costs) -> float:
-    """End of the last operation or message, with what follows it on its device.
+    """End of the last operation or message, with the tail of its device.
 
     Args:
-        orders: Of every device, forwards and backwards.
+        orders: Forwards and backwards of every device.
 
     Raises:
         PlannerError: The operations wait for each other.
@@ -193,7 +193,7 @@ class _Steps(NamedTuple):
 
 
 def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
-    """End of the last operation or message, with what follows it on its device.
+    """End of the last operation or message, with the tail of its device.
 
     A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
     occupy the link.  All messages of a link are sent by one device, in the order in which it computes them.
@@ -212,7 +212,7 @@ def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
 
 
 def _elapsed_s(steps: _Steps) -> float:
-    """The loop that is compiled."""
+    """The same loop as the compiled one, in Python."""
     at, waits, sends, link, tails_s = (x.tolist() for x in (steps.at, *steps[3:6], steps.tails_s))
     seconds, wire_s, latency_s = (x.tolist() for x in steps[6:9])
     arrived, waiting = [_NOT_YET] * steps.messages, [_NOBODY] * steps.messages
@@ -254,8 +254,8 @@ class Wiring:
     """Links between replicas, which depend on their kinds and on whether they share a node.
 
     Attributes:
-        groups: By device, the replicas of its stage that are of its kind.
-        places: By device, its node.
+        groups: For each device, its group of equal replicas.
+        places: For each device, its node.
         stages: By device, its stage, where what a device sends to several others of a stage goes one after the other;
             empty where each has one to send to.
 
@@ -287,10 +287,10 @@ class Wiring:
 
 
 class _Timing:
-    """Devices of a shape: what their passes and the messages between them take.
+    """Times of the passes of a shape's devices, and of the messages between them.
 
     Args:
-        devices: By device of the shape, its number in the costs.
+        devices: For each device of the shape, its number in the costs.
     """
 
     def __init__(self, shape: Shape, devices: Sequence[int], costs: Costs) -> None:
@@ -373,7 +373,7 @@ def _passes_s(shape: Shape, devices: Sequence[int], costs: Costs) -> Doubles:
 
 
 class Pipelines:
-    """Plain 1F1B pipelines, ready to be timed in any order and with any number of microbatches in flight."""
+    """Plain 1F1B pipelines, prepared for timing in any order and with any number of microbatches in flight."""
 
     def __init__(self, compiled: ctypes.CDLL, shape: Shape, speeds: Sequence[float], costs: Costs) -> None:
         self._parts = [
@@ -390,7 +390,7 @@ class Pipelines:
 
 
 def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs) -> Pipelines | None:
-    """The pipelines; None for other schedules, for costs that are not so simple, and without a compiler."""
+    """The pipelines; None for other schedules, for costs that the loops do not support, and without a compiler."""
     plain = schedule == "1f1b" and shape.slices == 1 and all(len(chunks) == 1 for chunks in shape.layers)
     compiled = loops() if plain and can_price(shape, costs) else None
     return None if compiled is None else Pipelines(compiled, shape, speeds, costs)
@@ -399,13 +399,13 @@ def pipelines_of(schedule: str, shape: Shape, speeds: Sequence[float], costs: Co
 def pipelines_s(
     schedule: str, shape: Shape, speeds: Sequence[float], costs: Costs, parameters: Mapping[str, Any]
 ) -> float | None:
-    """Seconds of the iteration; None where :func:`pipelines_of` says so. Raises PlannerError."""
+    """Seconds of the iteration; None where :func:`pipelines_of` returns None. Raises PlannerError."""
     found = pipelines_of(schedule, shape, speeds, costs)
     return None if found is None else found.seconds(parameters)
 
 
 def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: Costs) -> list[Part]:
-    """Parts that are not alike in shape, speeds and kinds; where each is in a place of its own, all."""
+    """One part of each set of parts that are equal in shape, speeds, kinds and sharing of nodes."""
     if len(parts) == 1:
         return parts
     wiring = costs.link
@@ -430,7 +430,7 @@ def _different(shape: Shape, parts: list[Part], speeds: Sequence[float], costs: 
 
 
 class _Part:
-    """One part of the pipelines, as the compiled loops want it."""
+    """One part of the pipelines, in the form that the compiled loops need."""
 
     def __init__(self, compiled: ctypes.CDLL, part: Part, speeds: Sequence[float], costs: Costs) -> None:
         self._shape, self._speeds, self._layout = part.shape, speeds, _Layout(compiled, part.shape)
@@ -447,7 +447,7 @@ class _Part:
 
 
 class _Layout:
-    """A shape as the compiled loops want it."""
+    """A shape in the form that the compiled loops need."""
 
     def __init__(self, compiled: ctypes.CDLL, shape: Shape) -> None:
         self._compiled = compiled
@@ -467,7 +467,7 @@ class _Layout:
         )
 
     def merge(self, shape: Shape, limits: Sequence[int], times: Speeds, order: str) -> Ways:
-        """Returns what ``one_f_one_b.merged`` says; shorter than a device's work where it would wait forever."""
+        """Returns the result of ``one_f_one_b.merged``; shorter than a device's work where it would deadlock."""
         out, done = (c_uint8 * (2 * self.at[-1]))(), (c_int32 * len(limits))()
         # Nobody has more in flight than there are microbatches.
         most = [min(n, shape.microbatches) for n in limits]

@@ -29,7 +29,7 @@ from .schedules.ministage import moves_s
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 from .unit import Unit
 
-# What the operations of a plan's features take on every device, for the simulation of its real program.
+# Times of the operations of a plan's features on every device, for the simulation of its real program.
 
 
 Device = tuple[int, Group, Unit]  # (stage, kind of replica, its figures)
@@ -39,7 +39,7 @@ def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]
     """Figures per device.
 
     Args:
-        whole: Decides over whom parameters are gathered and gradients reduced.
+        whole: Determines the replicas over which parameters are gathered and gradients reduced.
     """
     model, batch = estimator.model, whole.micro_batch_size
     element = float(model.element_bytes)
@@ -150,10 +150,10 @@ def costs_of(
     """The simulator's costs, from the same per-layer figures as the closed form.
 
     Args:
-        whole: Decides gradient reduction and memory.
-        candidate: What is simulated: the whole or one block of it.
-        seated: Where the plan's ranks sit, in the plan's order of replicas.
-        parts: What slices see; empty for the mean of all documents.
+        whole: Determines gradient reduction and memory.
+        candidate: The simulated candidate: the whole or one block of it.
+        seated: Nodes of the plan's ranks, in the plan's order of replicas.
+        parts: Keys that slices see; empty for the mean of all documents.
     """
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
     devices = devices_of(estimator, candidate, plan, seated)
@@ -229,8 +229,8 @@ def simulate_beside(program: Program, costs: Costs, shares: Sequence[float]) -> 
     """Simulate operations that take less time while other devices wait.
 
     Args:
-        costs: As measured with all devices busy.
-        shares: By device, time of an operation while all others wait over its time while all are busy.
+        costs: Costs measured with all devices busy.
+        shares: For each device, ratio of an operation's time while all others wait to that while all are busy.
     """
     result = simulate(program, costs)
     if min(shares) == 1:
@@ -242,7 +242,7 @@ def simulate_beside(program: Program, costs: Costs, shares: Sequence[float]) -> 
 
 
 def others_busy(result: Result) -> list[float]:
-    """By device, the mean share of the other devices that compute while it computes."""
+    """For each device, the mean share of the other devices that compute while it computes."""
     spans = [[(result.start_s[i], result.end_s[i]) for i in queue] for queue in result.compute_queues]
     total = len(spans)
     edges = sorted(
@@ -271,9 +271,9 @@ def _scaled(costs: Costs, factors: Sequence[float]) -> Costs:
     return replace(costs, **changes)
 
 
-MOST_REMEMBERED = 500_000  # compute operations of plans that are kept for other orders of the same
+MOST_REMEMBERED = 500_000  # compute operations of plans that are cached for simulation in other orders
 WHOLE_PROGRAM = 16
-"""So many operations of programs that only compute take the time of one of a program with others, which is built."""
+"""Operations of programs that only compute that take the time of one of a program that is built."""
 MOST_COUPLED = 60_000  # compute operations up to which plans whose parts gather together are simulated as a whole
 
 
@@ -320,7 +320,7 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
     Plain ZeRO-2 and 3, which are compared with and have no operations, are priced in the passes.
 
     Args:
-        parts: What slices see, by microbatch and slice; empty where each sees all before it.
+        parts: Keys that slices see, by microbatch and slice; empty where each sees all earlier ones.
 
     Raises:
         PlannerError: the schedule cannot run this shape, or has no such parameters.
@@ -333,13 +333,13 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
 
 
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """One of the candidate's equal pipelines: others take the same, but for their seats. Raises PlannerError."""
+    """Simulate one of the candidate's equal pipelines, which differ only in their nodes. Raises PlannerError."""
     plan = build_plan(estimator, candidate, estimate, one_block=True)
     return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
 
 
 def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
-    """Where the first of the candidate's equal pipelines sits among the others: stages that fill nodes are apart."""
+    """Nodes of the first of the candidate's equal pipelines, as placed with the others in the whole plan."""
     blocks, out = candidate.blocks, []
     seated = seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
@@ -353,7 +353,7 @@ def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
 
 
 def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """The iteration time of :func:`simulate_block`, found in a fraction of the time; raises PlannerError."""
+    """The iteration time of :func:`simulate_block`, computed in a fraction of the time; raises PlannerError."""
 
     def simulate_it() -> float:
         key, known = candidate.with_(order=ORDERS[0], depths=()), estimator.known_blocks
@@ -372,7 +372,7 @@ class _Block:
     The finalists of a search are timed in several orders and depths, which differ in two parameters of the schedule.
 
     Attributes:
-        operations: Of it, which compute.
+        operations: Number of its compute operations.
     """
 
     def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
@@ -399,8 +399,8 @@ class _Block:
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
     """The iteration time of a whole plan: that of its slowest independent part. Raises PlannerError.
 
-    Parts that are alike (replicas, microbatches, links) are simulated once, so that this takes a fraction of
-    the time of :func:`simulate_candidate` and says the same.
+    Equal parts (replicas, microbatches, links) are simulated once, so that this takes a fraction of
+    the time of :func:`simulate_candidate` and gives the same result.
     """
     operations = operations_of(estimator, candidate) * candidate.blocks
     if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
@@ -451,7 +451,7 @@ def simulate_candidate(
     """One iteration of a whole plan, event by event; raises PlannerError where the schedule cannot run this shape.
 
     Args:
-        seated: Where the plan's ranks sit, for plans that list replicas in another order than the candidate.
+        seated: Nodes of the plan's ranks, for plans that list replicas in another order than the candidate.
     """
     return _simulate(estimator, candidate, candidate, estimate, plan, seated)
 
@@ -459,7 +459,7 @@ def simulate_candidate(
 def _quick_s(
     estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
 ) -> float:
-    """The iteration time of a plan by ``plain.py``, or simulated where its program does more than compute."""
+    """The iteration time of a plan by ``plain.py``, or by the simulator if its program has other operations."""
     inputs = programs.generator_inputs(plan)
     if inputs is not None:
         parts = schedule_of(candidate).slice_parts(estimator.model, plan)
@@ -501,7 +501,7 @@ def _simulate(
 
 
 def _alone(estimator: Estimator, plan: Plan, seated: Seats) -> list[float]:
-    """By replica, how long a pass takes while the others wait, over its time while all are busy."""
+    """For each replica, ratio of a pass's time while the others wait to its time while all are busy."""
     batch, nodes = plan.training.micro_batch_size, estimator.cluster.nodes
     return [
         max(estimator.costs.alone_share(nodes[pool].gpu, batch, replica.tp) for pool in {s.pool for s in seats_of})
@@ -520,7 +520,7 @@ def _priced(
     program: Program | None = None,
     parts: Parts = (),
 ) -> Costs:
-    """The costs of a plan and of its features; without a program, of those that need none."""
+    """The costs of a plan and of its features; without a program, only of the features that need none."""
     seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
     assert seated is not None  # the plan has been made of it
     costs = costs_of(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)

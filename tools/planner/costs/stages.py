@@ -1,4 +1,4 @@
-"""A stage's time and memory: the one place where they are computed, and remembered for other candidates."""
+"""A stage's time and memory: the one place where they are computed, with a cache over candidates."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -37,14 +37,14 @@ from .unit import Unit
 
 # Prices beside the schedule's: a split vocabulary, the context exchange, activations in main memory.
 #
-# Candidates say it in ``sizes``, ``rows``, ``exchange`` and ``host_activations``, plans among the parameters of the
-# schedule, and sizes of microbatches of the training.
+# Candidates have them in ``sizes``, ``rows``, ``exchange`` and ``host_activations``.  Plans have them among the
+# parameters of the schedule, and the sizes of microbatches under ``training``.
 
 
 def routes_of(candidate: Candidate) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Ids of the passes of every replica, in the order of its groups, and the size of each id.
+    """Microbatch ids of every replica, in the order of its groups, and the size of each microbatch.
 
-    The global order of samples goes round: the first passes of all replicas, then the second ones, and so on.
+    The global order of samples is round-robin: the first passes of all replicas, then the second ones, and so on.
     """
     rows = [own for replicas in candidate.sizes for own in replicas]
     ids: list[list[int]] = [[] for _ in rows]
@@ -56,7 +56,7 @@ def routes_of(candidate: Candidate) -> tuple[list[list[int]], tuple[int, ...]]:
 
 
 def passes_of_plan(plan: Plan) -> list[Passes]:
-    """The passes of every replica of a plan's only stage; nothing where microbatches are equal, or of a pipeline."""
+    """The passes of every replica of a plan's only stage; empty for equal microbatches, or a pipeline."""
     sizes = plan.training.micro_batch_sizes
     if not sizes or len(plan.stages) > 1:
         return []
@@ -71,13 +71,13 @@ def sizes_of_plan(plan: Plan, kinds: Sequence[Group]) -> tuple[tuple[Passes, ...
     return tuple(tuple(groups[kind]) for kind in sorted(groups))
 
 
-_PARTS = 1000  # the smallest of uneven figures in a plan is so many units; only their ratios count
+_PARTS = 1000  # units of the smallest of uneven figures in a plan, in which only ratios count
 _PASSES_NEAR = 3
-"""Passes whose activations are on the device under offload: of the one that runs, on the way out, on the way in."""
+"""Passes whose activations are on the device under offload: one running, one on the way out, one on the way in."""
 
 
 def extras_of_plan(plan: Plan) -> dict[str, Any]:
-    """Returns what a checked plan says of it, as fields of a candidate."""
+    """Returns these settings of a checked plan as fields of a candidate."""
     return {
         "rows": _vocabulary_rows(plan),
         "exchange": options_of(plan, "context_exchange") is not None,
@@ -86,7 +86,7 @@ def extras_of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _vocabulary_rows(plan: Plan) -> tuple[tuple[float, float], ...]:
-    """Returns what each stage has of a split vocabulary; tied embeddings have one table for both ends."""
+    """Returns each stage's part of a split vocabulary; tied embeddings have one table for both ends."""
     if not plan.schedule.parameters.get("vocabulary"):
         return ()
     shares = vocabulary_shares(plan) or (1,) * len(plan.stages)
@@ -97,7 +97,7 @@ def rows_of(shares: tuple[int, ...], tied: bool) -> tuple[tuple[float, float], .
     """``Candidate.rows`` of shares of the vocabulary.
 
     Args:
-        shares: Of each stage, relative to the others.
+        shares: Relative number of rows of each stage.
         tied: Whether both ends of the model have one table.
     """
     parts = [share / sum(shares) for share in shares]
@@ -105,7 +105,7 @@ def rows_of(shares: tuple[int, ...], tied: bool) -> tuple[tuple[float, float], .
 
 
 def extra_parameters(estimator: OperatingPoints, candidate: Candidate) -> dict[str, Any]:
-    """The parameters of the plan's schedule that say it."""
+    """The schedule parameters of a plan for these settings of a candidate."""
     found: dict[str, Any] = {}
     if candidate.rows:
         found["vocabulary"] = True
@@ -124,13 +124,13 @@ def extra_parameters(estimator: OperatingPoints, candidate: Candidate) -> dict[s
 
 
 def _whole(values: list[float]) -> list[int]:
-    """Whole numbers in the ratios of figures; 1 where a figure is 0, as that of a stage without attention."""
+    """Integers in the ratios of figures; 1 where a figure is 0, as that of a stage without attention."""
     unit = min((value for value in values if value), default=1.0) / _PARTS
     return [max(1, round(value / unit)) for value in values]
 
 
 def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[float], list[float]]:
-    """Per replica, attention of a layer and slice to one slice; per chunk of each, the rest of a slice's pass."""
+    """Seconds per replica of a layer's attention of a slice to one slice, and per chunk of a slice's other work."""
     attention, rest = [], []
     pairs = candidate.slices**2 / 2  # of a slice with itself or an earlier one; the former take half as long
     for s, (layers, groups) in enumerate(candidate.stages):
@@ -148,7 +148,7 @@ def _passes(estimator: OperatingPoints, candidate: Candidate) -> tuple[list[floa
 
 
 def attention_layers(model: Model, candidate: Candidate, s: int) -> int:
-    """Layers of a stage that have keys and values."""
+    """Number of attention layers of a stage."""
     if not model.kinds:
         return candidate.stages[s].layers
     mine = "".join(layers_at(candidate, model.pattern)[s])
@@ -156,7 +156,7 @@ def attention_layers(model: Model, candidate: Candidate, s: int) -> int:
 
 
 def carried_bytes(estimator: OperatingPoints, candidate: Candidate, group: Group, s: int) -> float:
-    """Bytes that the slices of a microbatch leave for each other in the recurrent layers of a rank, in fp32."""
+    """Bytes of the states that slices of a microbatch hand over in the recurrent layers of a rank, in fp32."""
     model = estimator.model
     mine = "".join(layers_at(candidate, model.pattern)[s])
     sizes = ((MAMBA, model.mamba), (GATED_DELTA_NET, model.delta_net))
@@ -176,16 +176,16 @@ def moved_bytes(
     logits: float,
     portion: float,
 ) -> tuple[float, float, float]:
-    """Returns what a rank holds more (or, negative, less) on the device, in main memory, and to the iteration's end.
+    """Additional bytes of a rank: on the device (may be negative), in main memory, and held to the iteration's end.
 
-    Keys and values stay on the device.  A rank that attends for others has theirs, and their gradients, of half of the
-    slices at most, in all layers of a chunk.  Gradients of keys and values, in fp32, are there from the backward of
-    a microbatch's last slice on, while the next one's slices take its place.
+    Keys and values stay on the device.  Under the context exchange a rank also holds keys, values and their gradients
+    of others, for at most half of the slices, in all layers of a chunk.  Gradients of keys and values, in fp32, exist
+    from the backward of a microbatch's last slice on, while the next microbatch's slices take its place.
 
     Args:
-        held: Microbatches whose activations it holds.
-        logits: Bytes that the output layer keeps, of all slices of one.
-        portion: The part of every sequence that it has.
+        held: Microbatches whose activations the rank holds.
+        logits: Bytes that the output layer keeps for all slices of a microbatch.
+        portion: The rank's part of every sequence.
     """
     model, slices, chunks = estimator.model, candidate.slices, candidate.chunks_of(s)
     numbers = candidate.micro_batch_size * model.seq_length * portion * pool_size(model, group.tp)
@@ -194,7 +194,7 @@ def moved_bytes(
     kept = candidate.stages[s].layers * unit.layer_bytes * (unit.sliced_share if slices > 1 else 1.0)
     more = waiting = 0.0
     stays = pool if slices > 1 or candidate.cp_of(group) > 1 else 0.0
-    if slices > 1:  # figures of full recomputation have such gradients for all that is held
+    if slices > 1:  # figures of full recomputation count such gradients for all held passes
         gone = kept / slices / chunks if mine == 1 and not again else 0.0
         more = max(0.0, collected * (1 - 1 / slices) - gone) - collected * held * again
     elif candidate.cp_of(group) > 1:
@@ -220,7 +220,7 @@ def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageT
         same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp_of(g)
     found = []
     for i, g in enumerate(groups):
-        # There are figures for all parts of a stage that has times.
+        # All parts of a stage that has times have figures.
         units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
         for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
             found.append(_memory(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
@@ -238,10 +238,10 @@ def _memory(
     part: Group,
     portion: float,
 ) -> GroupMemory:
-    """A rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas share equally.
+    """Memory of a rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas divide equally.
 
     Args:
-        part: All context-parallel ranks of its kind, as :meth:`Candidate.parts_of` says.
+        part: All context-parallel ranks of its kind, from :meth:`Candidate.parts_of`.
     """
     runtime, schedule, has_head = estimator.runtime, schedule_of(candidate), s == candidate.head_stage
     layers, groups = candidate.stages[s]
@@ -268,7 +268,7 @@ def _memory(
     if len(candidate.stages) > 1:
         activations += 2 * boundary
         if runtime.keeps_sent and not schedule.cuts_sequences:
-            # until the last forward, which is when most is held
+            # until the last forward, at the peak
             forward, backward = candidate.sends(s)
             activations += boundary * (mine * forward + (mine - held) * backward)
     workspace = u.workspace_bytes
@@ -278,7 +278,7 @@ def _memory(
     elif has_head:
         workspace = schedule.head_workspace(at_loss, u)
     workspace /= candidate.slices
-    if s == 0 and not candidate.rows:  # the table's gradient comes when the chunk's activations are gone
+    if s == 0 and not candidate.rows:  # the table's gradient is allocated after the chunk's activations are freed
         gone = (kept / candidate.chunks_of(s) + said) / candidate.slices
         workspace = max(workspace, u.embedding_workspace_bytes - gone)
     if candidate.moments:
@@ -310,14 +310,15 @@ def _memory(
 def _at_most(
     estimator: OperatingPoints, candidate: Candidate, group: Group, u: Unit, s: int, tokens: float, at_loss: float
 ) -> tuple[float, float, float]:
-    """Returns activations, those of the loss among them, and workspace at the moment when most is held.
+    """Returns activations, the part of them that is from the loss, and workspace, all at the peak.
 
-    Where the first half of a split backward ends, the last layer has just run again, and the others wait; or all wait,
-    and the whole gradient of embedding or output layer is beside them before it is added to the others.
+    The peak is at the end of the first half of a split backward.  Either the last layer has just been recomputed, and
+    the others wait for their weight gradients; or all wait, and the full gradient of embedding or output layer exists
+    before it is accumulated.
 
     Args:
-        tokens: Of a microbatch, on this rank.
-        at_loss: Workspace of the loss on a stage that has it, else 0.
+        tokens: Tokens of a microbatch on this rank.
+        at_loss: Workspace of the loss on the stage with the loss, 0 on others.
     """
     model, again = estimator.model, candidate.recompute == "full"
     own = estimator.unit_of(candidate.with_(recompute="none"), group._replace(kept=0.0), s) if again else None
@@ -342,12 +343,12 @@ def _at_most(
 def stages_of(
     estimator: OperatingPoints, candidate: Candidate, blocks: int, total: int, transfers: Sequence[float]
 ) -> list[StageTimes] | None:
-    """All stages at their operating points, but for their memory; None where one cannot be.
+    """All stages at their operating points, without their memory; None where a stage cannot run.
 
-    Most candidates of a search differ from others in a stage or two, so every stage is priced once.
+    Most candidates of a search differ from others in one or two stages, so every stage is priced once and cached.
 
     Args:
-        total: Microbatches of one of them.
+        total: Microbatches of one of the equal pipelines.
     """
     c, last = candidate, candidate.head_stage
     in_turn = estimator.runtime.transfers_in_turn
@@ -373,7 +374,7 @@ def stages_of(
 def _in_flight(
     estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes], blocks: int, total: int
 ) -> list[StageTimes]:
-    """The stages with how many microbatches they hold."""
+    """The stages, completed by their numbers of microbatches in flight."""
     last, later, out = len(stages) - 1, 0, []
     depths = candidate.depths or (1,) * last
     alike = divided_alike(candidate, [s.microbatches for s in stages])
@@ -398,7 +399,7 @@ def _in_flight(
 
 
 def remember_memory(estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes]) -> None:
-    """Adds to stages what they hold in memory."""
+    """Add the predicted memory to stages."""
     for s, stage in enumerate(stages):
         if not stage.memory:
             stage.memory = tuple(stage_memory(estimator, candidate, stage, s))
@@ -410,7 +411,7 @@ def _stage(
 ) -> StageTimes | None:
     """Stage ``s``: passes of its replicas and their shares of ``total`` microbatches; ``in_flight`` is left open.
 
-    ``waits_s`` is what transfers that come in turn add to each microbatch.
+    ``waits_s`` is the time that transfers without overlap add to each microbatch.
     """
     layers, groups = candidate.stages[s]
     if layers < 1 or not groups:
@@ -487,9 +488,9 @@ def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:
 
 
 def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Estimate) -> list[float]:
-    """Per stage, what follows the last operation of its program: gradient reduction and update.
+    """Seconds per stage after the last operation of its program: gradient reduction and update.
 
-    Under a parameter window the reduction is operations of the program.
+    Under a parameter window the reduction consists of operations of the program.
     """
     out: list[float] = []
     for s, stage in enumerate(candidate.stages):
@@ -502,7 +503,7 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Esti
 def state_shards(
     estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float, shards: float
 ) -> float:
-    """Over how many ranks the distributed optimizer divides a rank's state, in the mean of its parameters.
+    """Number of ranks over which the distributed optimizer divides a rank's state, averaged over its parameters.
 
     Experts over replicas have fewer copies than other weights.
 
@@ -527,7 +528,7 @@ def _experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group:
 def _sync_s(
     estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, share: float = 1.0
 ) -> float:
-    """Summing (or scattering, gathering) so many bytes per parameter over the ranks of a stage that have copies."""
+    """Seconds to reduce (or scatter, gather) ``bytes_each`` per parameter over a stage's copies of its weights."""
     groups, network = candidate.reducing(s), estimator.network
     own, counts = candidate.stages[s].groups, candidate.by_part(s, counts)
     if not candidate.spans(own[0]):
@@ -543,7 +544,7 @@ def _sync_s(
 
 
 def beside(compute_s: float, other_s: float, overlap: float) -> float:
-    """Two things of which ``overlap`` of the shorter one can hide."""
+    """Seconds of two activities of which the share ``overlap`` of the shorter one can be hidden."""
     return max(compute_s, other_s) + (1 - overlap) * min(compute_s, other_s)
 
 
@@ -552,7 +553,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
 
     Gradients are reduce-scattered after every microbatch (only shards of them are kept), and ZeRO-3
     gathers parameters before every forward and every backward.  All of it overlaps with the compute of the
-    same pass, layer by layer; what takes longer than the compute shows.
+    same pass, layer by layer; only the time beyond the compute is exposed.
     """
     groups = candidate.reducing(s)
     element = float(estimator.model.element_bytes)
@@ -562,7 +563,7 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
 
 
 def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> float:
-    """Returns what follows the last backward of a stage."""
+    """Returns the seconds of reduction and update after the last backward of a stage."""
     return sum(_tail(estimator, candidate, units, s))
 
 
@@ -577,7 +578,7 @@ def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s
     elif candidate.zero_stage >= 1 and sync:
         gather = _sync_s(estimator, candidate, s, counts, element, 0.5)
         sync = sync / 2 + gather
-        if candidate.zero_stage >= 2:  # gradients have gone with each microbatch
+        if candidate.zero_stage >= 2:  # gradients were reduced with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
     for own, n in zip(candidate.stages[s].groups, counts):

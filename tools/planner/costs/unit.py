@@ -1,4 +1,4 @@
-"""Figures of replicas at their operating points: what a microbatch takes and keeps."""
+"""Figures of replicas at their operating points: times and activations of a microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from typing import Any
 class Unit:
     """Per-rank figures of one replica kind at one operating point (seconds per microbatch, bytes).
 
-    Figures of a layer are means where layers differ.  ``kinds`` says more of the layers of one stage of a hybrid model:
-    the figures of each kind, and its layers in every chunk.
+    Figures of a layer are means where layers differ.  For one stage of a hybrid model, ``kinds`` has the figures of
+    each kind of layer, and its layers in every chunk.
     """
 
     layer_f: float
@@ -37,7 +37,7 @@ class Unit:
     kinds: "tuple[tuple[Unit, tuple[int, ...]], ...]" = ()
     embedding_workspace_bytes: float = 0.0
     first_layers: tuple[int, float] = (0, 0.0)  # as ``Model.first_layers``
-    tied_parameters: int = 0  # of the table that both ends of the model have once, where one chunk has both
+    tied_parameters: int = 0  # parameters of the tied table that exists once, where one chunk has both ends of the model
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
         """A figure of a layer, summed over the layers of every chunk of a stage."""
@@ -51,16 +51,16 @@ class Unit:
 
         Args:
             first, last: The parts of the embedding and of the head that the stage has, 0 to 1.
-            chunks: Passes in which it goes through them.
+            chunks: Number of passes in which the microbatch goes through the layers.
         """
         return layers * self.layer_f + chunks * self.pass_f + first * self.embedding_f + last * self.head_f
 
     def backward_s(self, layers: float, first: float, last: float, chunks: int = 1) -> float:
-        """Returns the seconds of the backward of so many layers."""
+        """Returns the seconds of the backward of ``layers`` layers; arguments as in :meth:`forward_s`."""
         return layers * self.layer_b + chunks * self.pass_b + first * self.embedding_b + last * self.head_b
 
     def ends_s(self, first: float, last: float) -> float:
-        """These parts of embedding and head, forward and backward."""
+        """Seconds of these parts of embedding and head, forward and backward."""
         return first * (self.embedding_f + self.embedding_b) + last * (self.head_f + self.head_b)
 
     def both_s(self, layers: float, first: float, last: float) -> float:
@@ -70,7 +70,7 @@ class Unit:
     def chunks_s(
         self, layers: Sequence[int], first: float, last: float, back: bool, fixed_s: float = 0.0
     ) -> list[float]:
-        """One pass of one microbatch through each chunk of a stage.
+        """Seconds of one pass of one microbatch through each chunk of a stage.
 
         Args:
             fixed_s: Host time of every operation.
@@ -88,14 +88,14 @@ _OF_LAYERS = ("layer_f", "layer_b", "attention_f", "attention_b", "pass_f", "pas
 
 
 def _means(units: Sequence[tuple[Unit, float]], total: float) -> dict[str, Any]:
-    """Figures of a layer in the mean, each unit with its part of the total."""
+    """Mean figures of a layer, each unit weighted by its part of the total."""
     found = {name: sum(n * getattr(u, name) for u, n in units) / total for name in (*_OF_LAYERS, "layer_bytes")}
     sliced = sum(n * u.layer_bytes * u.sliced_share for u, n in units) / total
     return found | {"sliced_share": sliced / found["layer_bytes"] if found["layer_bytes"] else 1.0}
 
 
 def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -> Unit:
-    """The unit of a stage whose layers are of these kinds, each with its layers in every chunk."""
+    """The unit of a stage with layers of these kinds, each given with its numbers of layers per chunk."""
     counted = [(of, sum(chunks)) for of, chunks in kinds]
     total = sum(count for _, count in counted)
     if not total:
@@ -110,10 +110,10 @@ def unit_of_kinds(unit: Unit, kinds: tuple[tuple[Unit, tuple[int, ...]], ...]) -
 
 
 def mixed(again: Unit, kept: Unit, share: float, of_chunk: int = 0) -> Unit:
-    """The unit of a stage that keeps the activations of a share of its layers, and runs the others again.
+    """The unit of a stage that keeps the activations of a share of its layers, and recomputes the others.
 
     Args:
-        of_chunk: Kept layers that each chunk has at least, whose activations are gone when others run again.
+        of_chunk: Least number of kept layers of each chunk, whose activations are freed before others are recomputed.
     """
     beside = max(kept.workspace_bytes, again.workspace_bytes - of_chunk * kept.layer_bytes)
     found = _means([(again, 1 - share), (kept, share)], 1.0) | ({} if share == 1 else {"workspace_bytes": beside})
@@ -122,9 +122,9 @@ def mixed(again: Unit, kept: Unit, share: float, of_chunk: int = 0) -> Unit:
 
 
 def unit_of_parts(units: Sequence[Unit]) -> Unit:
-    """Context-parallel ranks that go through every layer together.
+    """The unit of context-parallel ranks of several kinds, which go through every layer together.
 
-    They take what the slowest takes.  Their memory is that of the rank whose activations fill its GPU most.
+    Its times are those of the slowest rank.  Its memory is that of the rank whose activations fill its GPU most.
     """
     slowest = max(units, key=lambda u: u.layer_f + u.layer_b)
     fullest = max(units, key=lambda u: u.layer_bytes / u.capacity_bytes)
