@@ -20,7 +20,7 @@ from megatron_het.safe_io import FileError, LineParser, count, ends_with_its_rea
 from megatron_het.store.job import address, token_of_file
 
 _LONGEST_S = 86400.0
-_LINGER_S = 3.0  # agents read how the job ended; they have gone when their workers have
+_LINGER_S = 3.0  # for agents to read how the job ended; they end after their workers
 _LONGEST_NAME = 200
 _HERE = "127.0.0.1:29400"
 COMMANDS = {
@@ -28,11 +28,11 @@ COMMANDS = {
     "leave": "take a node out of a job",
     "replan": "ask for another plan",
 }
-"""Commands for a job that runs."""
+"""Commands for a running job."""
 
 
 class UsageError(ValueError):
-    """A command line that cannot work; the message says what to do."""
+    """A command line that cannot work; the message has the remedy."""
 
 
 @ends_with_its_reader
@@ -112,7 +112,7 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
 
 
 def _pace(text: str) -> int | None:
-    """Iterations between copies; None where they are to be chosen."""
+    """Parses the number of iterations between copies; None for ``auto``."""
     return None if text == "auto" else count(0, 10**9, "auto or ")(text)
 
 
@@ -142,7 +142,7 @@ def _run(words: Sequence[str]) -> int:
     _check_options(options)
     if not options.controller_only:
         _check_flags(flags)
-    if controls:  # before a folder and a token are made
+    if controls:  # before a folder and a token are created
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
@@ -208,7 +208,7 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
 
 
 def _write_address(file: Path, host: str, port: int) -> None:
-    """Where workers that were cut off look for this controller."""
+    """Write the controller's address for workers that have lost their connection."""
     try:
         write_text(file, f"{host}:{port}\n")
     except (OSError, ValueError) as error:
@@ -329,7 +329,7 @@ def _planner(options: Any) -> Planner:
 
 
 def _check_plans(files: Sequence[Path], plans: Sequence[Plan]) -> None:
-    """Every plan is valid, and a change of plan changes neither model nor batch nor numerics."""
+    """Check that every plan is valid, and that all plans have the same model, batch and numerics."""
     for file, plan in zip(files, plans, strict=True):
         check_plan_alone(plan)
         for name, mine, first in (

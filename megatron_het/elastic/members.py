@@ -1,4 +1,4 @@
-"""A controller's knowledge of its job: workers, troubles, measurements, and the folder with the file of that state."""
+"""The controller's records of its job: workers, failures, measurements, and the folder with their file."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ from megatron_het.elastic.pool import Planner, Process, read_learned
 from megatron_het.elastic.worth import LEAVE, Rates, change_s, describe, standing
 from megatron_het.safe_io import FileError, parse_json, read_json, write_text
 
-# Files in a controller's folder: the job's state, for one that starts anew, and whose folder it is.
+# Files in a controller's folder: the job's state, for a restart, and the lock of the folder's owner.
 
 _RESERVE_BYTES = 4 * 2**20
 _RENEW_S = 1.0
@@ -28,16 +28,16 @@ _LOCK_BYTES = 512
 
 
 class StateFile:
-    """A file that is written whole or not at all, with space kept free for it."""
+    """A file that is written atomically, with disk space reserved for it."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
         self._reserve = path.with_name(f".{path.name}.reserve")
         self.failure = ""
-        """Why what was to be written last is not in the file; empty where it is."""
+        """Why the last write failed; empty if it succeeded."""
 
     def write(self, text: str) -> bool:
-        """Write the file; whether it is written.  On a full disk the space that was kept free is used."""
+        """Write the file; returns whether it is written.  On a full disk the reserved space is used."""
         failure = self._try(text)
         if failure and self._reserve.exists():
             with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ class StateFile:
 
     def _try(self, text: str) -> str:
         before = _before(self._path)
-        with contextlib.suppress(OSError):  # for a controller that finds the file broken
+        with contextlib.suppress(OSError):  # for a controller that finds the file damaged
             before.unlink(missing_ok=True)
             os.link(self._path, before)
         try:
@@ -79,13 +79,13 @@ class StateFile:
 
 
 class FolderLock:
-    """A folder's one controller: a lock, and a lease for machines between which locks do not work.
+    """Ensures a single controller per folder: a lock, and a lease for machines between which locks do not work.
 
-    The owner renews the lease every second.  Another machine takes the folder over once nothing has been renewed for
-    five seconds by its own clock; who finds the lease to be another one's has lost the folder.
+    The owner renews the lease every second.  Another machine takes the folder over if the lease was not renewed for
+    five seconds by its own clock.  A controller that finds another owner in the lease has lost the folder.
 
     Raises:
-        FileError: Another controller has it; the message says which.
+        FileError: Another controller has the folder; the message names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,7 +104,7 @@ class FolderLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Release the folder for other controllers."""
         self._stopped.set()
         self._thread.join()
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ class FolderLock:
         os.close(self._descriptor)
 
     def _take(self) -> bool:
-        """Lock the file; whether it is still the folder's."""
+        """Lock the file; returns whether the folder still has this file."""
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -127,11 +127,11 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
                 return True
-        os.close(self._descriptor)  # its owner has just left the folder, and removed it
+        os.close(self._descriptor)  # its owner has just released the folder and removed the file
         return False
 
     def _lease(self) -> dict[str, Any]:
-        """Returns what the file says; empty where it says nothing."""
+        """Returns the lease in the file; empty if there is none."""
         try:
             found = parse_json(
                 os.pread(self._descriptor, _LOCK_BYTES, 0).decode("utf-8", "replace") or "{}", self._path
@@ -143,7 +143,7 @@ class FolderLock:
     def _wait_for_lease(self) -> None:
         found = self._lease()
         if not found or found.get("host") == socket.gethostname():
-            return  # on this machine the lock has told
+            return  # on this machine the lock has decided
         end_s = time.monotonic() + _LEASE_S
         while time.monotonic() < end_s:
             time.sleep(_RENEW_S / 4)
@@ -177,26 +177,26 @@ class Recalled:
     """A job as its file describes it."""
 
     newest: int  # the largest number of a process so far
-    generation: Generation | None = None  # what ran; None where nothing did yet
-    signature: str | None = None  # what all nodes have in common
+    generation: Generation | None = None  # the last generation; None before the first
+    signature: str | None = None  # signature of all nodes
     history: tuple[dict[str, Any], ...] = ()  # one entry per change
     processes: tuple[tuple[Process, str], ...] = ()  # the workers, each with the random number of its process
-    leaving: frozenset[str] = frozenset()  # names of nodes that are to leave
-    corrected: Any = None  # what was learned from measurements, if anything
+    leaving: frozenset[str] = frozenset()  # names of nodes that are about to leave
+    corrected: Any = None  # corrections from measurements, if any
 
 
 def _before(state: Path) -> Path:
-    """The file as it was before it was written last."""
+    """Path of the file's previous version."""
     return state.with_name(f".{state.name}.before")
 
 
 def recalled(state: Path, say: Callable[[str], None]) -> Recalled | None:
-    """Read a controller's file; None where it is of a job that is over.
+    """Read a controller's file; None if its job is over.
 
-    A file that a disk has spoilt gives way to the one before it: workers know of what has happened since.
+    If the file is damaged, its previous version is used: workers report later events.
 
     Raises:
-        FileError: It cannot be read, or no controller has written it.
+        FileError: The file cannot be read, or no controller has written it.
     """
     try:
         return _read(state)
@@ -226,8 +226,8 @@ def _recalled(document: dict[str, Any]) -> Recalled:
     members, corrected = document["members"], document.get("corrected")
     if corrected is not None:
         cluster, _ = read_learned(corrected)
-        [str(group["gpu"]) for group in cluster["nodes"]]  # what the search reads of it
-    describe({**document, **standing(document["history"], 0, 0.0)})  # everything that it shows is there
+        [str(group["gpu"]) for group in cluster["nodes"]]  # fields that the search reads
+    describe({**document, **standing(document["history"], 0, 0.0)})  # fails if a field of the status is missing
     return Recalled(
         newest=newest,
         generation=Generation.from_json(document["generation"]),
@@ -241,7 +241,7 @@ def _recalled(document: dict[str, Any]) -> Recalled:
     )
 
 
-# What the controller counts: who comes at the start, generations that fail in a row, iterations that do not end.
+# Counters of the controller: arrivals at the start, consecutive failures, iterations that do not end.
 
 
 _MOST, _FIRST_PAUSE_S = 3, 1.0
@@ -249,7 +249,7 @@ _SETTLE_S = 30.0
 
 
 class JobError(RuntimeError):
-    """The job cannot go on; the message says why and what to do."""
+    """The job cannot go on; the message has the reason and the remedy."""
 
 
 class ReplacedError(RuntimeError):
@@ -257,7 +257,7 @@ class ReplacedError(RuntimeError):
 
 
 class Arrivals:
-    """So many nodes with their workers, which are waited for until the first generation begins."""
+    """Nodes and workers for which the first generation waits."""
 
     def __init__(self, nodes: int, start_s: float) -> None:
         self._nodes, self._start_s = nodes, start_s
@@ -266,12 +266,12 @@ class Arrivals:
         self._began_s = self._came_s = time.monotonic()
 
     def came(self, node: str, workers: int) -> None:
-        """A worker is ready, of so many on its node."""
+        """Note a ready worker, of ``workers`` on its node."""
         self._expected[node], self._came_s = workers, time.monotonic()
         self._empty.pop(node, None)
 
     def ended(self, node: str, left: int, why: str) -> None:
-        """A worker has ended, and its node has, or starts, so many others."""
+        """Note the end of a worker whose node has or starts ``left`` others."""
         if left > 0:
             self._expected[node] = left
         else:
@@ -280,7 +280,7 @@ class Arrivals:
 
     @property
     def nobody_is_left(self) -> bool:
-        """Whether the workers of all nodes have ended, and nobody starts others."""
+        """Whether the workers of all nodes have ended and no agent starts others."""
         return not self._expected and len(self._empty) >= self._nodes
 
     def are_complete(self, pool: Sequence[Process]) -> bool:
@@ -307,29 +307,29 @@ class Arrivals:
 
 
 class Failures:
-    """Generations that failed in a row, and sessions that failed again at one place."""
+    """Counts consecutive failed generations, and repeated failures at the same iteration."""
 
     def __init__(self) -> None:
         self._in_a_row = self._repeated = 0
         self._at = -1
 
     def over(self) -> None:
-        """A generation has done an iteration."""
+        """Reset the count, because a generation has done an iteration."""
         self._in_a_row = 0
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next try: a shortage, of memory for example, may have passed by then."""
+        """Seconds to wait before the next try, in which for example a shortage of memory may pass."""
         return _FIRST_PAUSE_S * 2 ** (self._in_a_row - 1) if self._in_a_row else 0.0
 
     def note(self, reached: int, dead: int, errors: Collection[str]) -> None:
-        """Notes a generation that has failed; raises JobError where it was one too many.
+        """Note a failed generation; raises JobError if there were too many.
 
         Args:
-            dead: How many of its ranks were lost.
-            errors: What the others say.
+            dead: Number of its ranks that were lost.
+            errors: Error messages of its other ranks.
         """
-        # A failure at the same iteration without a death counts as repeated, whatever was done in between.
+        # A failure at the same iteration without a lost rank counts as repeated, whatever happened in between.
         self._repeated = self._repeated + 1 if not dead and reached <= self._at else 0
         self._in_a_row, self._at = self._in_a_row + 1, max(reached, self._at)
         most = max(self._in_a_row, self._repeated)
@@ -343,11 +343,11 @@ class Failures:
 class Saves:
     """Checkpoints that could not be written.
 
-    A checkpoint is tried once more in the folder for that, if there is one, and else left out.  The last one of a
-    training is tried once more in any case.
+    A checkpoint is tried once more in the fallback folder if there is one, and skipped otherwise.  The last
+    checkpoint of a training is tried once more in any case.
 
     Args:
-        fallback: Folder; empty for none.
+        fallback: Fallback folder; empty for none.
     """
 
     def __init__(self, fallback: str) -> None:
@@ -357,11 +357,11 @@ class Saves:
         self._elsewhere: set[int] = set()
 
     def note(self, generation: int, iteration: int, last: int | None) -> str:
-        """A rank has not written its part; what to say of it, nothing where another rank has said so.
+        """Note that a rank has not written its part; returns the log message, empty if another rank was first.
 
         Args:
-            generation: In which it failed.
-            last: Of the training; None where that is not known.
+            generation: Generation of the failed save.
+            last: Last iteration of the training; None if unknown.
         """
         generations = self._failed.setdefault(iteration, set())
         if generation in generations:
@@ -382,17 +382,17 @@ class Saves:
         )
 
     def recall(self, generation: Generation) -> None:
-        """Takes over what the generation that runs knows."""
+        """Restore the failed saves from the running generation."""
         self._unsaved |= set(generation.unsaved)
         self._elsewhere |= set(generation.elsewhere)
 
     def for_generation(self) -> dict[str, Any]:
-        """Returns what the next generation is told: fields of :class:`Generation`."""
+        """Returns the fields of the next :class:`Generation` about saves."""
         elsewhere = tuple(sorted(self._elsewhere - self._unsaved))
         return {"unsaved": tuple(sorted(self._unsaved)), "elsewhere": elsewhere, "fallback": self._fallback}
 
     def unsaved_end(self, last: int | None) -> str:
-        """Why a training that is over has not kept its last state; empty where it has, or was not to."""
+        """Why the final checkpoint of a finished training is missing; empty if it exists or none was wanted."""
         if last is None or last not in self._unsaved:
             return ""
         return (
@@ -402,9 +402,9 @@ class Saves:
 
 
 class Progress:
-    """Whether iterations still end: a rank that is stuck may give signs of life all the same.
+    """Detects that iterations no longer end, because a rank that is stuck may still send heartbeats.
 
-    Time counts from the first iteration of a generation, because what comes before it has bounds of its own.
+    Time counts from the first iteration of a generation, because earlier phases have bounds of their own.
 
     Args:
         bound_s: Longest time between two iterations.
@@ -415,15 +415,15 @@ class Progress:
         self._reached, self._moved_s = -1, float("inf")
 
     def begin(self) -> None:
-        """A generation begins."""
+        """Reset at the start of a generation."""
         self._reached, self._moved_s = -1, float("inf")
 
     def opened(self) -> None:
-        """It has done its first iteration."""
+        """Start the clock after the first iteration of a generation."""
         self._moved_s = min(self._moved_s, time.monotonic())
 
     def is_stuck(self, reached: int, last: int | None) -> bool:
-        """Whether the bound is over; never after the training's last iteration, when a run saves and evaluates."""
+        """Whether the bound is exceeded; False after the training's last iteration, when a run saves and evaluates."""
         now_s = time.monotonic()
         if reached != self._reached:
             self._reached = reached
@@ -431,34 +431,34 @@ class Progress:
         return now_s - self._moved_s > self._bound_s and (last is None or reached < last)
 
 
-# What the controller knows of its workers, and how long it waits for them.
+# The controller's records of its workers, and the bounds on its waits.
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long the controller waits, in seconds."""
+    """Bounds on the controller's waits, in seconds."""
 
-    lost_s: float = 30.0  # without a sign of life a process or a node counts as lost
+    lost_s: float = 30.0  # without a heartbeat a process or a node counts as lost
     leave_s: float = 30.0  # for the ranks of a session to end once one of them has died
-    start_s: float = 600.0  # for the first nodes to come
-    return_s: float = 60.0  # for workers to come back where there is no plan without those that were lost
+    start_s: float = 600.0  # for the first nodes to arrive
+    return_s: float = 60.0  # for lost workers to come back if there is no plan without them
     stuck_s: float = 1800.0  # for an iteration to end
 
 
 @dataclass
 class Member:
-    """A worker as the controller knows it."""
+    """The controller's record of a worker."""
 
     process: Process
-    iteration: int = 0  # iterations that are done, as it says
-    beats: int = -1  # newest sign of life
-    seen_s: float = field(default_factory=time.monotonic)  # when that came (monotonic)
-    identity: str = ""  # random number of the process; empty where it has not been heard yet
-    # at which its state was copied, see :class:`megatron_het.elastic.copies.Pace`
+    iteration: int = 0  # number of iterations that are done, by its last message
+    beats: int = -1  # number of its newest heartbeat
+    seen_s: float = field(default_factory=time.monotonic)  # time of that heartbeat (monotonic)
+    identity: str = ""  # random number of the process; empty before its first message
+    # rates at which its state was copied, see :class:`megatron_het.elastic.copies.Pace`
     rates: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For the controller's document."""
+        """Returns the entry of the controller's document."""
         process = self.process
         return {
             "process": process.number,
@@ -471,16 +471,16 @@ class Member:
 
 
 class Lessons:
-    """Hears of drift, and says when there is a plan that is worth a change.
+    """Starts a search when a run drifts from its plan, and reports when a better plan is worth a change.
 
     Args:
-        planner: Searches.
+        planner: Searches for plans.
     """
 
     def __init__(self, planner: Planner, say: Callable[[str], None]) -> None:
         self._planner, self._say = planner, say
         self._generation, self._last = -1, 0
-        self.corrected: dict[str, Any] | None = None  # what the planner was taught, as JSON values; None before that
+        self.corrected: dict[str, Any] | None = None  # the planner's corrections as JSON values; None without any
 
     def note(
         self,
@@ -490,19 +490,19 @@ class Lessons:
         history: Sequence[dict[str, Any]],
         rates: Rates,
     ) -> None:
-        """The run is not as planned: begin to search a better plan, while it goes on.
+        """Begin to search a better plan for a run that drifts from its plan, while it goes on.
 
         Args:
-            message: Of the rank that compares: what was measured, and the last iteration of the training.
-            pool: The processes that there are.
-            rates: At which state moves.
+            message: Message of the comparing rank: the measurements, and the last iteration of the training.
+            pool: The present processes.
+            rates: Rates at which state moves.
         """
-        cost_s = change_s(history, generation.plan, LEAVE, rates)  # with nobody new
+        cost_s = change_s(history, generation.plan, LEAVE, rates)  # without newcomers
         if self._planner.learn(pool, generation.plan, dict(message["measured"]), cost_s):
             self._generation, self._last = generation.number, int(message["last"])
 
     def reason(self, generation: Generation, members: Mapping[int, Member]) -> str:
-        """Why to change now; empty if there is no reason.  The slow devices among all workers get their own kinds."""
+        """The reason to change now; empty if there is none.  Workers on slow devices get kinds of their own."""
         learned = self._planner.learned()
         if learned is None or self._generation != generation.number:
             return ""
@@ -519,7 +519,7 @@ class Lessons:
         return gain
 
     def recall(self, document: dict[str, Any] | None) -> None:
-        """Restores :attr:`corrected` from before the controller was started again."""
+        """Restores :attr:`corrected` after a restart of the controller."""
         self.corrected = document
         if document is not None:
             self._planner.recall(document)

@@ -1,7 +1,7 @@
 """This rank's state as pieces: parameters, main parameters and optimizer state by global name and range.
 
-Where a parameter lies in the whole one is asked of the module's own sharded state dict, which checkpoints use too.
-So whatever Megatron or a feature can save, by whatever cuts, can move.
+The position of a shard in the whole parameter comes from the module's own sharded state dict, as in checkpoints.
+So all state that Megatron or a feature can save, with any sharding, can be moved.
 """
 
 import math
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Ranges of parameters: which elements of a whole tensor a rank holds, and what two ranks have in common.
+# Ranges of parameters: which elements of a whole tensor a rank holds, and which ones two ranks have in common.
 #
-# A rank holds *pieces*: a block of the whole tensor, as tensor parallelism cuts it, and of the block a run of elements
-# in row-major order, as the distributed optimizer cuts it.  Both are the same thing seen from the whole tensor: a list
-# of intervals of its elements.  What one plan leaves and the next one needs is compared as such intervals, so that no
-# plan has to know another one's cuts.
+# A rank holds *pieces*: tensor parallelism gives it a block of the whole tensor, and the distributed optimizer a run of
+# elements of the block in row-major order.  Relative to the whole tensor both are a list of intervals of its elements.
+# The state of one plan and the needs of the next one are compared as such intervals, independently of how either
+# divides tensors.
 
 Runs = npt.NDArray[np.int64]
 """``[n, 3]``, ascending: first element in the whole tensor, first element in the piece, number of elements."""
@@ -33,14 +33,14 @@ class Piece:
     kind: str
     dtype: str  # name of the data type, such as ``float32``
     shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the block's first element, per dimension
+    offset: tuple[int, ...]  # position of the block's first element, per dimension
     block: tuple[int, ...]  # shape of the block, with as many dimensions as the whole
     start: int  # first element of the block that is in the piece, in row-major order
-    stop: int  # after the last one
+    stop: int  # end of the piece's elements
 
     @property
     def name(self) -> tuple[str, str]:
-        """Pieces with the same name are parts of the same tensor."""
+        """Key and kind; pieces with the same name are parts of the same tensor."""
         return self.key, self.kind
 
     @property
@@ -50,11 +50,11 @@ class Piece:
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}  # for each piece of each copy: not ``asdict``
+        return {name: getattr(self, name) for name in self.__slots__}  # for each piece of each copy: ``asdict`` is slow
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Piece":
-        """The piece that :meth:`to_json` described."""
+        """Returns the piece of a document of :meth:`to_json`."""
         lists = {name: tuple(values[name]) for name in ("shape", "offset", "block")}
         return Piece(**{**values, **lists})
 
@@ -84,11 +84,11 @@ class Piece:
 
 
 def common(mine: Runs, theirs: Runs) -> tuple[Runs, Runs, Runs]:
-    """The shared runs of two pieces as they lie in mine, as they lie in theirs, and what is left of mine."""
+    """The common runs of two pieces, by position in ``mine`` and in ``theirs``, and the remaining runs of ``mine``."""
     if not len(mine) or not len(theirs):
         empty = np.empty((0, 3), dtype=np.int64)
         return empty, empty, mine
-    if np.array_equal(mine[:, 0], theirs[:, 0]) and np.array_equal(mine[:, 2], theirs[:, 2]):  # equal cuts
+    if np.array_equal(mine[:, 0], theirs[:, 0]) and np.array_equal(mine[:, 2], theirs[:, 2]):  # equal divisions
         return mine, theirs, mine[:0]
     bounds = [mine[:, 0], mine[:, 0] + mine[:, 2], theirs[:, 0], theirs[:, 0] + theirs[:, 2]]
     edges = np.unique(np.concatenate(bounds))
@@ -116,24 +116,24 @@ PARAMETER, MAIN = "parameter", "main"
 
 
 class StateError(RuntimeError):
-    """State that cannot be moved; the message says which and why."""
+    """State that cannot be moved; the message names the state and the reason."""
 
 
 @dataclass
 class LocalState:
-    """Holds what a rank holds, or is to be filled."""
+    """A rank's state, to be read or to be filled."""
 
-    # what is held, with the elements as flat views of the tensors themselves
+    # pieces, each with its elements as a flat view of the tensor itself
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
-    # of the optimizer, by parameter name: what its state has besides tensors, such as the step
+    # the optimizer's state that is not tensors, such as the step, by parameter name
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    # names of parameters that are optimized here and of whose optimizer state nobody holds anything
+    # names of parameters that are optimized here but have no optimizer state on any rank
     stateless: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of a parameter and the block of the whole tensor that they are."""
+    """Rows of a parameter, as a block of the whole tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -158,21 +158,21 @@ def collect(
     *,
     is_updated: bool = False,
 ) -> LocalState:
-    """This rank's state as it is now.
+    """Returns this rank's present state.
 
     Args:
-        blocks: What :func:`blocks_of` returned for these models, if it is known.
-        is_updated: Whether an update may have been made whose parameters travel with the next forward
+        blocks: Result of :func:`blocks_of` for these models, if available.
+        is_updated: Whether parameters of the last update may be gathered only in the next forward
             (``--overlap-param-gather``): until then a rank has new values of its own part only.
 
     Raises:
-        StateError: An optimizer that keeps its state in a form that is not known here.
+        StateError: The optimizer stores its state in an unsupported form.
     """
     blocks = blocks or blocks_of(models, args)
     found = LocalState()
     owned: dict[int, tuple[int, int]] | None = None
     if is_updated and args.overlap_param_gather:
-        # By the id of a parameter: the element at which this rank's part of it begins, and its size.
+        # By the id of a parameter: the first element of this rank's part, and its size.
         owned = {id(p): (start, main.numel()) for _, pairs in optimizers(optimizer) for p, main, start in pairs}
     for tensor, parts in blocks.values():
         if owned is None or not tensor.requires_grad:
@@ -202,12 +202,12 @@ def collect(
 def prepare(
     models: Sequence[torch.nn.Module], optimizer: Any, args: Any, kinds: Mapping[str, Sequence[str]], blocks: Blocks
 ) -> LocalState:
-    """The state that a new rank needs, with room for it: the optimizer's state is made where it is lazy.
+    """Allocates the state that a new rank needs, including optimizer state that is created lazily.
 
     Args:
-        optimizer: Megatron's.  Its state is nothing but room after this.
-        kinds: Names of the optimizer's states with their data types, by parameter name, as those who hold them say.
-        blocks: What :func:`blocks_of` returned for these models.
+        optimizer: Megatron's.  Its state is allocated, but not set, after this.
+        kinds: Names of the optimizer's states with their data types, by parameter name, from the ranks that hold them.
+        blocks: Result of :func:`blocks_of` for these models.
     """
     forget(optimizer)
     stateless = []
@@ -226,7 +226,7 @@ def prepare(
 
 
 def forget(optimizer: Any) -> None:
-    """Take back the room that :func:`prepare` made: an optimizer that nothing was moved into begins as a new one."""
+    """Remove the state that :func:`prepare` has allocated: without moved state an optimizer begins as a new one."""
     for inner, _ in optimizers(optimizer):
         inner.state.clear()
 
@@ -244,11 +244,11 @@ def set_numbers(optimizer: Any, blocks: Blocks, numbers: Mapping[str, Any]) -> N
 
 
 def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, torch.Tensor, int]]]]:
-    """Each inner optimizer with its parameters.
+    """Yields each inner optimizer with its parameters.
 
     Yields:
-        torch's optimizer, and per parameter of this rank: the model's parameter, the tensor that is optimized in its
-        place, and at which of the parameter's elements that begins.
+        torch's optimizer, and for each parameter of this rank: the model's parameter, the tensor that is optimized in
+        its place, and the parameter's element at which that tensor begins.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
@@ -280,7 +280,7 @@ def optimizers(optimizer: Any) -> Iterator[tuple[Any, list[tuple[torch.Tensor, t
 
 
 def blocks_of(models: Sequence[torch.nn.Module], args: Any) -> Blocks:
-    """By the id of each parameter and buffer that is saved: the tensor, and the blocks that it consists of."""
+    """Returns each saved parameter and buffer, by id, with the blocks that it consists of."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
@@ -298,14 +298,14 @@ def blocks_of(models: Sequence[torch.nn.Module], args: Any) -> Blocks:
 
 
 def _block(entry: Any, first: int) -> _Block:
-    """A sharded tensor's place; dimensions that only the whole has are of size 1 here."""
+    """The block of a sharded tensor; dimensions that only the whole tensor has are of size 1."""
     extra = len(entry.global_shape) - len(entry.local_shape)
     block = (*(1,) * extra, *entry.local_shape)
     return _Block(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), block, first)
 
 
 def _blocks_of_factory(factory: Any) -> list[_Block]:
-    """Returns what a factory makes of a parameter, found by letting it cut the numbers of the rows."""
+    """Returns the blocks that a factory makes of a parameter, by applying it to a tensor of row numbers."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     data = factory.data
@@ -323,7 +323,7 @@ def _blocks_of_factory(factory: Any) -> list[_Block]:
 
 
 def _add(found: LocalState, parts: Sequence[_Block], kind: str, tensor: torch.Tensor, start: int) -> None:
-    """A tensor that holds elements from ``start`` on of a parameter that consists of blocks."""
+    """Add the pieces of a tensor that holds a parameter's elements from ``start`` on; ``parts`` are its blocks."""
     flat = tensor.detach().view(-1)
     stop = start + flat.numel()
     dtype = str(tensor.dtype).removeprefix("torch.")

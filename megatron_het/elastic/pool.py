@@ -1,4 +1,4 @@
-"""Which processes there are, and a plan with its ranks for those that are left."""
+"""The processes of a job, and the choice of a plan and its ranks for those that are present."""
 
 import json
 from collections import defaultdict
@@ -10,32 +10,32 @@ from typing import Any
 from megatron_het.plan import Plan, PlanError, load_plan, save_plan
 from megatron_het.safe_io import read_json, read_yaml, write_text
 
-# What a running job measured, turned into a better plan by ``het-plan replan``.
+# Measurements of a running job, from which ``het-plan replan`` makes a better plan.
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A plan that is better for what was measured."""
+    """A better plan by measurements of the run, with the corrected cluster and profile."""
 
     plan: Plan
-    kinds: tuple[str, ...]  # kind of device of every rank of the plan that ran: a slow one has become a kind of its own
+    kinds: tuple[str, ...]  # device kind of every rank of the plan that ran; slow devices have a kind of their own
     cluster: dict[str, Any]  # the cluster file's document with these kinds and the measured links
-    profile: Path | None  # the profile with them; None where there is none
-    gain: float  # share of the iteration time that the better plan saves, as predicted
-    pays_after: int  # iterations after which the time that the change takes is won back
+    profile: Path | None  # the profile with these kinds; None if there is none
+    gain: float  # predicted share of the iteration time that the better plan saves
+    pays_after: int  # number of iterations after which the change has paid off
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what a controller that is started again needs to know, as JSON values."""
+        """Returns the fields that a restarted controller needs, as JSON values."""
         return {"cluster": self.cluster, "profile": None if self.profile is None else str(self.profile)}
 
 
 def write_run(folder: Path, plan: Plan, cluster: str, measured: Mapping[str, Any]) -> list[str]:
-    """Write what ``replan`` reads; the options that name the files.
+    """Write the input files of ``replan``; returns its options with their names.
 
     Args:
-        folder: For the files.
+        folder: Folder for the files.
         cluster: Text of the cluster file that the plan was made from.
-        measured: What the watch of the run has summed up.
+        measured: Summary of the run's watch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / "plan.json")
@@ -46,14 +46,14 @@ def write_run(folder: Path, plan: Plan, cluster: str, measured: Mapping[str, Any
 
 
 def read_better(folder: Path, said: str) -> Learned:
-    """Returns what ``replan`` wrote and said.
+    """Reads the result of ``replan``.
 
     Args:
-        folder: Of :func:`write_run`.
+        folder: The folder of :func:`write_run`.
         said: The command's output, JSON.
 
     Raises:
-        ValueError: A part is missing or is not what it should be.
+        ValueError: A part is missing or invalid.
     """
     try:
         body = json.loads(said)
@@ -73,10 +73,10 @@ def read_better(folder: Path, said: str) -> Learned:
 
 
 def read_learned(document: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Returns what :meth:`Learned.to_json` gave: the cluster file's document, and the profile.
+    """Returns the cluster file's document and the profile from a document of :meth:`Learned.to_json`.
 
     Raises:
-        FileError: The profile cannot be read any more.
+        FileError: The profile can no longer be read.
     """
     profile = None if document["profile"] is None else Path(document["profile"])
     if profile is not None:
@@ -88,17 +88,17 @@ def read_learned(document: Mapping[str, Any]) -> tuple[dict[str, Any], Path | No
 class Process:
     """A worker."""
 
-    number: int  # never given again
-    node: str  # name of its node, which is what fails as a whole
-    device: str = ""  # kind of its device, as plans and cluster files call it; may be empty
+    number: int  # never reused
+    node: str  # name of its node; processes of a node may fail together
+    device: str = ""  # kind of its device, as in plans and cluster files; may be empty
 
 
 class NoPlanError(RuntimeError):
-    """There is no plan for the processes that are left."""
+    """There is no plan for the processes that are present."""
 
 
 class Planner:
-    """Makes plans.  Subclasses give ``plan`` and ``is_better``; the other methods do nothing unless they are given."""
+    """Makes plans.  Subclasses define ``plan`` and ``is_better``; by default the other methods do nothing."""
 
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         """A plan for a pool, and the process of each of its ranks; raises NoPlanError if there is none."""
@@ -109,46 +109,46 @@ class Planner:
         raise NotImplementedError
 
     def reject(self, plan: Plan, why: str) -> None:
-        """Never give a plan again."""
+        """Exclude a plan from now on."""
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
         """Make plans ahead for pools that may come, the most likely ones first; returns at once."""
 
     def is_ready(self, pool: Sequence[Process]) -> bool:
-        """Whether :meth:`plan` answers at once for a pool."""
+        """Whether :meth:`plan` returns at once for a pool."""
         return True
 
     def renew(self) -> None:
-        """Forget the plans that were made: what they were made from has changed."""
+        """Discard the plans that were made, because their inputs have changed."""
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
-        """Begin to search a better plan for what a run measured; returns at once, and whether it has begun.
+        """Begin to search a better plan by a run's measurements; returns at once whether the search has begun.
 
         Args:
-            pool: The processes that there are.
-            measured: What its watch has summed up.
+            pool: The present processes.
+            measured: Summary of the run's watch.
             change_s: Seconds that a change of the plan takes.
         """
         return False
 
     def learned(self) -> Learned | None:
-        """Returns what the last :meth:`learn` has found; None before that, afterwards, and where nothing is better."""
+        """Returns the result of the last :meth:`learn` once; None while it searches, and if nothing is better."""
         return None
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
-        """Plan with what was learned from now on; its plan is the one for a pool, whose kinds are those of it."""
+        """Use the corrections of ``learned`` from now on, and its plan for ``pool``, which has the corrected kinds."""
 
     def recall(self, document: dict[str, Any]) -> None:
-        """Plan with what was learned before the controller was started again (:meth:`Learned.to_json`)."""
+        """Use earlier corrections after a restart of the controller (:meth:`Learned.to_json`)."""
 
 
 class GivenPlans(Planner):
-    """Takes the best plan of a list, in the order of preference, that the pool can run, else another planner's.
+    """Takes the first plan of a list in order of preference that the pool can run, else another planner's.
 
-    What was measured is the other planner's alone: the list says nothing of devices that have become slow.
+    Only the other planner uses measurements, because plans of the list do not consider devices that have become slow.
 
     Args:
-        other: Asked where no plan of the list fits.
+        other: Planner for pools that no plan of the list fits.
     """
 
     def __init__(self, plans: Sequence[Plan], other: Planner | None = None) -> None:
@@ -168,17 +168,17 @@ class GivenPlans(Planner):
         )
 
     def _given(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]] | None:
-        """A plan of the list with its ranks; None where none fits."""
+        """The first fitting plan of the list with its ranks; None if none fits."""
         for number, plan in enumerate(self._plans):
             if number not in self._rejected and (ranks := assign(plan, pool)) is not None:
                 return plan, ranks
         return None
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
-        """See :class:`Planner`; a plan of the list is better than later ones, and than one searched for want of it."""
+        """See :class:`Planner`; a plan of the list is better than later ones, and than any searched plan."""
         if plan not in self._plans and not self._is_alone:
             return self._other.is_better(plan, present)
-        # A controller that is started again may have another list than the one whose plan runs.
+        # A restarted controller may have another list than the one whose plan runs.
         return present not in self._plans or self._plans.index(plan) < self._plans.index(present)
 
     def reject(self, plan: Plan, why: str) -> None:
@@ -193,7 +193,7 @@ class GivenPlans(Planner):
         return self._given(pool) is not None or self._other.is_ready(pool)
 
     def renew(self) -> None:
-        """See :class:`Planner`; the list stays."""
+        """See :class:`Planner`; the list is not changed."""
         self._other.renew()
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
@@ -203,7 +203,7 @@ class GivenPlans(Planner):
         return self._other.learned()
 
     def accept(self, learned: Learned, pool: Sequence[Process]) -> None:
-        """See :class:`Planner`; plans of the list name kinds of devices that some of the pool are no longer."""
+        """See :class:`Planner`; plans of the list have kinds that slow devices of the pool no longer have."""
         self._plans = ()
         self._other.accept(learned, pool)
 
@@ -213,10 +213,10 @@ class GivenPlans(Planner):
 
 
 def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
-    """The process of each rank, with a TP group inside of a node; None where the pool cannot run the plan.
+    """The process of each rank, with every TP group within a node; None if the pool cannot run the plan.
 
     Args:
-        pool: Processes to choose from.  Kinds count where every process and every replica has one.
+        pool: Processes to choose from.  Kinds have to match if every process and every replica has one.
     """
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
     by_kind = all(p.device for p in pool) and all(name for r in replicas for name in r.devices)
@@ -224,7 +224,7 @@ def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
     for process in sorted(pool, key=lambda p: p.number):
         free[process.device if by_kind else ""][process.node].append(process.number)
     found: dict[int, int] = {}
-    # The largest groups first: they are the ones that a divided node cannot take.
+    # The largest groups first, because they do not fit into the rest of a node.
     for replica in sorted(replicas, key=lambda r: (-r.tp, r.ranks)):
         for part, device in enumerate(replica.devices):
             nodes = free[device if by_kind else ""]
@@ -232,7 +232,7 @@ def assign(plan: Plan, pool: Sequence[Process]) -> tuple[int, ...] | None:
             fitting = [name for name, numbers in nodes.items() if len(numbers) >= len(group)]
             if not fitting:
                 return None
-            # The fullest node that is just large enough keeps room for other groups.
+            # Best fit: the node with the fewest free processes that suffice keeps the others free for larger groups.
             chosen = min(fitting, key=lambda name: (len(nodes[name]), name))
             for rank in group:
                 found[rank] = nodes[chosen].pop(0)

@@ -1,6 +1,6 @@
-"""Plans from the planner, for the nodes that are there: it runs as a process of its own, within a time limit.
+"""Plans from the planner for the present nodes; the planner runs as a process of its own, within a time limit.
 
-Plans for what is left when a node is lost are made while the training goes on, so that they are usually ready.
+Plans for the pool without one of its nodes are made while the training goes on, so that they are usually ready.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from megatron_het.safe_io import read_yaml, write_text
 
 @dataclass(frozen=True)
 class Search:
-    """Holds what the planner is given."""
+    """Inputs of the planner."""
 
     cluster: Path  # cluster file; its kinds of GPU are the agents' ``--device``
     model: Path  # model file
     profile: Path | None  # measured profile, if there is one
-    folder: Path  # for what is written in between
+    folder: Path  # folder for temporary files
     limit_s: float  # bound on a search, in seconds
 
     def check(self) -> None:
-        """Whether the planner is there and its files can be planned with.
+        """Check that the planner is installed and can use the files.
 
         Raises:
-            ValueError: A file cannot be read, or says what no planner understands.
+            ValueError: A file cannot be read or is invalid.
             ImportError: The planner is not installed.
         """
         planner("inputs.cluster").load_cluster(self.cluster)
@@ -61,7 +61,7 @@ class Search:
             document: The cluster file's text.
 
         Raises:
-            NoPlanError: There is none, or the planner did not end in time.
+            NoPlanError: There is no plan, or the planner did not end in time.
         """
         key = hashlib.sha256(document.encode()).hexdigest()[:16]
         cluster, out = self.folder / f"cluster-{key}.yaml", self.folder / f"plan-{key}.json"
@@ -72,15 +72,15 @@ class Search:
         return load_plan(out)
 
     def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
-        """A better plan for what a run measured; None where there is none.
+        """A better plan by the measurements of a run; None if there is none.
 
         Args:
             document: Text of the cluster file that the run's plan fits.
-            measured: What its watch has summed up.
+            measured: Summary of the run's watch.
             change_s: Seconds that a change takes.
 
         Raises:
-            NoPlanError: The planner cannot say.
+            NoPlanError: The planner failed or did not end in time.
         """
         key = hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
         folder = self.folder / f"measured-{key}"
@@ -111,14 +111,14 @@ class Search:
 
 
 class SearchedPlans(Planner):
-    """Searches plans, on a thread for the pools that may come, and at once for one that nobody has foreseen.
+    """Searches plans: on a thread for pools that may come, and at once for a pool without a prepared plan.
 
     Args:
-        cluster: Cluster file, from which the nodes that are there are taken.  It is read now and on :meth:`renew`.
+        cluster: Cluster file, reduced to the present nodes for each search.  It is read now and on :meth:`renew`.
         search: Searches a plan for a cluster file's text; raises :class:`NoPlanError`.
 
     Raises:
-        ValueError: The cluster file, or another one that the planner is given, is wrong.
+        ValueError: The cluster file, or another input of the planner, is invalid.
         ImportError: The planner is not installed.
     """
 
@@ -132,7 +132,7 @@ class SearchedPlans(Planner):
         self._running: str | None = None
         self._renewed = 0
         self._taught: frozenset[str] = frozenset()
-        """Kinds of devices that are in no file: slow ones, learned from measurements."""
+        """Kinds of devices that are not in the cluster file: slow ones, found by measurements."""
         self._learns = False
         self._learned: Learned | None = None
         self._changed = threading.Condition()
@@ -141,11 +141,11 @@ class SearchedPlans(Planner):
     def plan(self, pool: Sequence[Process]) -> tuple[Plan, tuple[int, ...]]:
         document = self._document(pool)
         with self._changed:
-            # The search that is under way may be the one; it ends in bounded time.
+            # The running search may be for this pool; it ends in bounded time.
             self._changed.wait_for(lambda: self._running != document)
             known = self._known.get(document)
             if document in self._queue:
-                self._queue.remove(document)  # it is searched here
+                self._queue.remove(document)  # it is searched in this thread
         if known is None:
             known = self._answer(document)
         if isinstance(known, NoPlanError):
@@ -156,13 +156,13 @@ class SearchedPlans(Planner):
         return known, ranks
 
     def is_better(self, plan: Plan, present: Plan) -> bool:
-        """See :class:`Planner`: as the planner predicts."""
+        """See :class:`Planner`; decided by the planner's predictions."""
         if plan.predicted is None or present.predicted is None:
             return plan.world_size > present.world_size
         return plan.predicted.iteration_s < present.predicted.iteration_s
 
     def prepare(self, pools: Sequence[Sequence[Process]]) -> None:
-        """See :class:`Planner`; pools that were asked for earlier are forgotten."""
+        """See :class:`Planner`; pools of earlier calls are dropped."""
         documents = []
         for pool in pools:
             with contextlib.suppress(NoPlanError):
@@ -179,12 +179,12 @@ class SearchedPlans(Planner):
         try:
             document = self._document(pool)
         except NoPlanError:
-            return True  # which is what the answer says
+            return True  # plan() then raises that error at once
         with self._changed:
             return document in self._known
 
     def renew(self) -> None:
-        """See :class:`Planner`; raises ValueError if the cluster file is missing or wrong; all stays as it is."""
+        """See :class:`Planner`; raises ValueError, and changes nothing, if the cluster file is missing or invalid."""
         self._search.check()
         whole = _single_kinds(self._cluster)
         kinds = {group["gpu"] for group in whole["nodes"]}
@@ -209,7 +209,7 @@ class SearchedPlans(Planner):
         return answer
 
     def learn(self, pool: Sequence[Process], plan: Plan, measured: dict[str, Any], change_s: float) -> bool:
-        """See :class:`Planner`; one search at a time, others are left out."""
+        """See :class:`Planner`; during a search further calls do nothing."""
         try:
             document = self._document(pool)
         except NoPlanError:
@@ -248,7 +248,7 @@ class SearchedPlans(Planner):
         self._change(*read_learned(document))
 
     def _change(self, cluster: dict[str, Any], profile: Path | None) -> None:
-        """Search with another cluster and profile from now on.  Kinds that may come back keep their nodes."""
+        """Use another cluster and profile for searches from now on.  Kinds that may come back keep their nodes."""
         kinds = {group["gpu"] for group in cluster["nodes"]}
         others = [group for group in self._whole["nodes"] if group["gpu"] not in kinds]
         with self._changed:
@@ -271,7 +271,7 @@ class SearchedPlans(Planner):
                     self._changed.notify_all()
 
     def _answer(self, document: str) -> Plan | NoPlanError:
-        """Search, and keep what was found unless it is outdated by then."""
+        """Search, and store the result unless the cluster has changed meanwhile."""
         renewed = self._renewed
         answer: Plan | NoPlanError
         try:
@@ -291,7 +291,7 @@ class SearchedPlans(Planner):
 
 
 def _single_kinds(cluster: Path) -> dict[str, Any]:
-    """The cluster file's document, with a group of its own for every kind in nodes of several kinds."""
+    """The cluster file's document, in which nodes of several kinds have a separate node group for each kind."""
     document: dict[str, Any] = read_yaml(cluster)
     if any("gpus" in group for group in document["nodes"]):
         document = {**document, "nodes": planner("inputs.cluster").single_kinds(document["nodes"], str(cluster))[0]}
@@ -299,10 +299,10 @@ def _single_kinds(cluster: Path) -> dict[str, Any]:
 
 
 def limited(cluster: dict[str, Any], pool: Sequence[Process]) -> dict[str, Any]:
-    """The cluster file's document with the nodes that are there.
+    """The cluster file's document reduced to the present nodes.
 
     Args:
-        pool: Processes that may be used; a node's kind is its processes' device.
+        pool: Processes that may be used; a node's kind is the device of its processes.
 
     Raises:
         NoPlanError: A node's kind is not in the file.

@@ -38,20 +38,20 @@ from megatron_het.store import Documents
 from megatron_het.store.job import job_store, use_store
 from megatron_het.store.torch_store import TorchStore
 
-# Datasets outlive sessions: their indexes are not built again when a plan changes.
+# Datasets outlive sessions, so that their indexes are not built again when a plan changes.
 
 Kept = dict[tuple[tuple[int | None, ...], bool, bool], Any]
-"""What a provider returned, by the numbers of samples, whether this rank read them, and whether with masks."""
+"""Datasets of a provider, by the numbers of samples, whether this rank reads them, and whether they have masks."""
 
 
 def remembered(provider: Callable[..., Any], kept: Kept) -> Callable[..., Any]:
-    """A datasets provider that builds nothing where every rank has its datasets from an earlier session.
+    """A datasets provider that reuses the datasets of an earlier session if every rank has them.
 
     Building is collective, so either all ranks build or none does.
 
     Args:
-        provider: The script's.
-        kept: Of this process; filled.
+        provider: The script's provider.
+        kept: The datasets of this process; new ones are added.
     """
 
     @functools.wraps(provider)
@@ -75,7 +75,7 @@ LeavesAt = Callable[[int], bool]
 
 
 class Leave(BaseException):
-    """Ends ``pretrain`` at an iteration boundary, with this rank's state; no error, hence no ``Exception``."""
+    """Ends ``pretrain`` at an iteration boundary, with this rank's state; not an ``Exception``: it is no error."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__(f"leaves after iteration {snapshot.iteration}")
@@ -88,12 +88,12 @@ class ElasticBoundary(Boundary):
 
     generation: Generation
     process: int
-    job_store: Documents  # where everybody meets; its keys are those of the job
+    job_store: Documents  # store at which all processes of the job meet
     timeout_s: float  # bound on every wait of the change, in seconds
-    copies: Copies  # what this process holds of earlier generations and is to hold of this one
-    leaves_at: LeavesAt  # whether all ranks leave at a boundary; the same answer on all ranks
-    padded_vocab_size: int | None  # of the first generation; None in it
-    datasets: Kept  # of earlier sessions of this process
+    copies: Copies  # in-memory copies of earlier generations and of this one
+    leaves_at: LeavesAt  # whether all ranks leave at a boundary; equal on all ranks
+    padded_vocab_size: int | None  # vocabulary size of the first generation; None in the first
+    datasets: Kept  # datasets of earlier sessions of this process
 
     restores = True
     outlives_sessions = True
@@ -104,24 +104,24 @@ class ElasticBoundary(Boundary):
         self.trainee: Trainee | None = None
         self.restored: Restored | None = None
         self.iteration: int | None = None
-        """Iterations that are done, as far as this session knows."""
+        """Number of iterations that are done."""
         self.began: int | None = None
-        """Iterations that were done when training began under this plan; None before that."""
+        """Number of iterations that were done when training began under this plan; None before that."""
         self.saving: int | None = None
-        """Iteration whose checkpoint is being written; None where none is."""
+        """Iteration whose checkpoint is being written; None if there is none."""
         self._save_every: int | None = None
         self._saved_in: str | None = None
         self.times: dict[str, float] = {}
-        """Wall-clock times of what a change waits for."""
+        """Wall-clock times of the phases of a change."""
         self.leaving: Callable[[], None] = lambda: None
-        """Called once this rank's state is taken and it is about to leave."""
+        """Called when this rank's state is taken, just before it leaves."""
         self.has_aborted: Callable[[], bool] = lambda: False
-        """Whether communicators of this generation were aborted, so that results of the device may be wrong."""
+        """Returns whether communicators of this generation were aborted, so that results of the device may be wrong."""
         self.drift: dict[str, Any] | None = None
-        """What the watch has measured, on the rank that compares, once after something has begun to drift."""
+        """The watch's measurements, on the rank that compares, once after a drift was found."""
 
     def prepare(self, args: Any) -> None:
-        """All generations have one vocabulary: its padding depends on TP, and padded rows take part in the loss."""
+        """Fix the padded vocabulary for all generations: padding depends on TP, and padded rows affect the loss."""
         if self.padded_vocab_size is not None and args.padded_vocab_size is None:
             args.padded_vocab_size = self.padded_vocab_size
         self._save_every, self._saved_in = args.save_interval, args.save
@@ -130,11 +130,11 @@ class ElasticBoundary(Boundary):
             args.save = None
 
     def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """Datasets stay."""
+        """Returns a provider that reuses datasets (:func:`remembered`)."""
         return remembered(provider, self.datasets)
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
-        """Take over the state, if there is one."""
+        """Load the state of the earlier generation, if there is one."""
         self.times["built"] = time.time()
         self.padded_vocab_size = args.padded_vocab_size
         rank = self.generation.ranks.index(self.process)
@@ -158,11 +158,11 @@ class ElasticBoundary(Boundary):
         return None
 
     def saves(self) -> None:
-        """Notes that what fails from here to the next boundary is this checkpoint."""
+        """Mark errors from here to the next boundary as failures of this checkpoint."""
         self.saving = (self.iteration or 0) + 1
 
     def reached(self, session: Any, iteration: int) -> None:
-        """Leave, if it is time."""
+        """Raise :class:`Leave` if all ranks leave at this boundary; otherwise copy the state if a copy is due."""
         self.check()
         if not is_saving():
             self.saving = None
@@ -187,18 +187,18 @@ class ElasticBoundary(Boundary):
         self.copies.keep(session, self.trainee, iteration, self.check)
 
     def check(self) -> None:
-        """Raises RuntimeError where a process is lost: an aborted communicator gives wrong values without an error."""
+        """Raises RuntimeError if communicators were aborted: they leave wrong values without an error."""
         if self.has_aborted():
             raise RuntimeError("a process of this generation is lost")
 
     def failed(self, session: Any) -> None:
-        """Nothing waits on the device any more, and an iteration that was not ended is not reported."""
+        """End waits on the device, and drop the report of the iteration that was not completed."""
         abort(communicators())
         if session.report is not None and self.has_aborted():
             session.report.forget_after(self.iteration or 0)
 
     def _choose_folder(self, args: Any, iteration: int) -> None:
-        """Where the checkpoint of an iteration goes, if it is one."""
+        """Set the folder for the checkpoint of an iteration, if one is written."""
         if self.generation.unsaved:
             args.save_interval = None if iteration in self.generation.unsaved else self._save_every
         if self.generation.elsewhere and args.save is not None:
@@ -206,7 +206,7 @@ class ElasticBoundary(Boundary):
 
     @property
     def iterations_left(self) -> int:
-        """Returns the iterations of the training that are left."""
+        """Returns the number of remaining iterations of the training."""
         assert self.trainee is not None
         args, done = self.trainee.args, self.iteration or 0
         if args.train_iters:
@@ -214,12 +214,12 @@ class ElasticBoundary(Boundary):
         return max(0, (args.train_samples or 0) - args.consumed_train_samples) // max(1, args.global_batch_size)
 
     def closed(self) -> None:
-        """The session is over, however it ended."""
+        """Close the copies and links after the session, however it ended."""
         self.copies.close()
         self.trainee = None
 
     def _open_copies(self, rank: int, links: Links | None) -> None:
-        """Over the connections of the change where all members are ranks; others would cost time once more."""
+        """Open the copies; they reuse the connections of the change if all its members are ranks, to save time."""
         every, size = self.copies.pace.every, len(self.generation.ranks)
         if links is not None and not (every and links.size == size):
             links.close()
@@ -232,18 +232,18 @@ class ElasticBoundary(Boundary):
 
 
 def open_links(generation: Generation, process: int, store: Documents, timeout_s: float) -> Links:
-    """The connections over which the state of a generation moves.  Collective over its movers."""
+    """Opens the connections over which the state of a generation moves.  Collective over its movers."""
     movers = generation.movers
     return Links(meeting_of(generation, "movers", store, timeout_s), movers.index(process), len(movers), timeout_s)
 
 
 def meeting_of(generation: Generation, what_for: str, store: Documents, timeout_s: float) -> TorchStore:
-    """Where the processes of a generation meet, in the job's store."""
+    """The part of the job's store at which processes of a generation meet for a purpose."""
     return TorchStore(store, timeout_s, name=f"{generation.number}/{what_for}", lost=generation.lost_key)
 
 
 def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:
-    """Nobody holds a complete state: go on from what this job has saved, else as the flags say."""
+    """Without a complete state in memory: load the job's newest checkpoint, else start by Megatron's flags."""
     from megatron.training import checkpointing
 
     def saved(folder: str) -> int:
@@ -258,20 +258,20 @@ def _load_newest_checkpoint(args: Any, folders: Sequence[str]) -> None:
 
 
 _CACHING = "megatron.core.models.common.embeddings."
-"""Modules of Megatron whose classes have methods with caches, which hold the object whose method it is."""
+"""Modules of Megatron with classes whose methods have caches; the caches hold references to the objects."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a session ended."""
 
-    # ``finished`` (the training is over), ``left`` (at a boundary, as agreed) or ``failed`` (something that it needed
-    # broke)
+    # ``finished`` (the training is over), ``left`` (at a boundary, as agreed) or ``failed`` (by the loss of a peer or
+    # another error)
     how: str
-    snapshot: Snapshot | None = None  # this rank's state where it left
-    error: str = ""  # what failed
-    unsaved: int | None = None  # iteration whose checkpoint this rank could not write, where that is what failed
-    is_refused: bool = False  # whether the training's flags do not go with the plan
+    snapshot: Snapshot | None = None  # this rank's state if it left
+    error: str = ""  # text of the error
+    unsaved: int | None = None  # iteration whose checkpoint this rank failed to write, if that was the error
+    is_refused: bool = False  # whether the training's flags were refused under the plan
 
 
 def run_session(
@@ -281,14 +281,14 @@ def run_session(
 
     Args:
         flags: Command line of the training, without a plan.
-        folder: Where this process may write the plan.
+        folder: Folder in which this process may write the plan.
         entry: Runs the training, with the flags in ``sys.argv``.
 
     Returns:
-        How it ended; nothing of the session is left in the process then.
+        The outcome; nothing of the session is left in the process then.
 
     Raises:
-        SystemExit: The flags are wrong, and there is no earlier plan with which they were right.
+        SystemExit: The flags are wrong, and no earlier plan was accepted with them.
     """
     generation = boundary.generation
     plan = _written(generation, folder)
@@ -309,12 +309,12 @@ def run_session(
         if stop.code not in (None, 0):
             if not generation.loads or boundary.began is not None:
                 raise
-            # The plan before this one went well: its state stays here, and the others can go back to it.
+            # The flags worked with an earlier plan: its state stays in this process, and the job can return to it.
             return Outcome("failed", error="the plan is refused; the worker's log says why", is_refused=True)
-    except RuntimeError as error:  # what torch.distributed raises when a peer has gone
+    except RuntimeError as error:  # torch.distributed raises it when a peer is lost
         return Outcome("failed", error=_error_text(error))
     except (OSError, CheckpointException) as error:
-        if boundary.saving is None:  # this node's own trouble: the others go on without it
+        if boundary.saving is None:  # a failure of this node: the others go on without it
             raise
         # A full disk: training goes on without this checkpoint.
         return Outcome("failed", error=_error_text(error), unsaved=boundary.saving)
@@ -325,12 +325,12 @@ def run_session(
 
 
 def _written(generation: Generation, folder: Path) -> Path:
-    """File with the plan, in another folder where the disk is full; those of earlier generations go."""
+    """Writes the plan's file, in another folder if the disk is full; files of earlier generations are deleted."""
     failures = []
     for place in (folder, Path(tempfile.gettempdir()), Path("/dev/shm")):
         name = f"plan-{generation.number}.json" if place == folder else f"het-{os.getpid()}.json"
         try:
-            # For this generation only, which checks it: a change waits neither for the disk nor for another check.
+            # Only this generation reads the file, and it checks the plan: no wait for the disk, and no check here.
             write_json(place / name, generation.plan.to_json(), durable=False)
             for older in folder.glob("plan-[0-9]*.json"):
                 if older != place / name:
@@ -342,7 +342,7 @@ def _written(generation: Generation, folder: Path) -> Path:
 
 
 def _error_text(error: BaseException) -> str:
-    """An error in words; what it refers to is let go."""
+    """The text of an error, whose references to objects are released."""
     causes = [failure[0] for failure in getattr(error, "failures", {}).values()]
     text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
     for one in (error, *causes):
@@ -351,7 +351,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
-    """A training's flags with reports and traces of every plan in an own folder: ranks change their meaning."""
+    """A training's flags with a folder per plan for reports and traces, because rank numbers change their meaning."""
     found = list(flags)
     for i, word in enumerate(found):
         flag, equals, value = word.partition("=")
@@ -365,7 +365,7 @@ def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
 
 
 def end_session() -> None:
-    """Take out of the process what a closed session leaves in it; all connections are closed, so that others notice."""
+    """Remove a closed session's globals from the process; connections are closed, so that other ranks notice."""
     from megatron_het import megatron_patches as upstream
 
     with contextlib.suppress(OSError):
@@ -374,18 +374,18 @@ def end_session() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-        if dist.is_initialized():  # a communicator that has failed is in the way
+        if dist.is_initialized():  # a communicator may have failed
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
-    # Groups are numbered, and members of one must have the same number.  A world that could not be made, because a
-    # member died meanwhile, has used one up; processes that came later have not.
+    # Groups are numbered, and all members must use the same number.  A world that was not completed, because a
+    # member died meanwhile, has used a number; processes that joined later have not.
     if not dist.is_initialized():
         dist.distributed_c10d._world.group_count = 0
     if "megatron.training.training" in sys.modules:
         sys.modules["megatron.training.training"].destroy_global_state()
     upstream.uninstall()
     _clear_method_caches()
-    # Transformer Engine scales, and reduces over groups, for all layers of the process that it has ever seen.
+    # Transformer Engine scales, and reduces over groups, for all layers that the process has ever had.
     for name, forget in (("fp8", "FP8GlobalStateManager.reset"), ("module.base", "destroy_ub")):
         if (engine := sys.modules.get(f"transformer_engine.pytorch.{name}")) is not None:
             operator.attrgetter(forget)(engine)()
@@ -396,7 +396,7 @@ def end_session() -> None:
 
 
 def _clear_method_caches() -> None:
-    """Let go of modules, and the groups and threads that they hold: Megatron caches what rotary embeddings return."""
+    """Clear method caches of Megatron, such as of rotary embeddings, which keep modules with their groups alive."""
     for name, module in list(sys.modules.items()):
         if not name.startswith(_CACHING):
             continue
@@ -406,11 +406,11 @@ def _clear_method_caches() -> None:
                     method.cache_clear()
 
 
-# Plans that take turns in one job, one for each global batch size of ``--step-batch-size-schedule``: a plan routes a
-# fixed number of microbatches.  Where the batch size changes, all ranks leave the training with their state in host
+# Alternating plans in one job, one for each global batch size of ``--step-batch-size-schedule``, because a plan routes
+# a fixed number of microbatches.  When the batch size changes, all ranks leave the training with their state in host
 # memory and enter it again under the next plan, as an elastic job's workers do.  No process ends.
 
-_TIMEOUT_S = 600.0  # bound on every wait of a change: ranks build models and datasets between two of them
+_TIMEOUT_S = 600.0  # bound on every wait of a change; ranks build models and datasets between waits
 _FLAG = "--het-plan"
 
 Enter = Callable[[list[str], Boundary], None]  # runs the training with a command line
@@ -420,10 +420,10 @@ class TurnBoundary(ElasticBoundary):
     """The boundary of one turn of one rank.
 
     Args:
-        turn: Counted from 0.
-        store: Where all ranks meet, in all turns.
+        turn: Number of the turn, from 0.
+        store: Store at which all ranks meet, in all turns.
         copies: Holds this rank's state at the end of the turn before.
-        padded_vocab_size: Of the first turn; None in it.
+        padded_vocab_size: Vocabulary size of the first turn; None in the first.
     """
 
     outlives_sessions = False
@@ -444,11 +444,11 @@ class TurnBoundary(ElasticBoundary):
         super().__init__(generation, rank, store, _TIMEOUT_S, copies, self._is_over, padded_vocab_size, datasets)
         self.store = TorchStore(store, _TIMEOUT_S, name=f"turn-{turn}")
         self.plans = plans
-        self.listened: Any = None  # what noted signals before this turn did (``--exit-signal-handler``)
-        self.began_s: float | None = None  # when the job began; a script that is run again says when the turn did
+        self.listened: Any = None  # the signal handler of the turn before (``--exit-signal-handler``)
+        self.began_s: float | None = None  # start time of the job; the script that runs again has that of the turn
 
     def load(self, session: Any, args: Any, models: Any, optimizer: Any, scheduler: Any) -> tuple[int, float] | None:
-        """Take over the state of the turn before, and the batch size with it."""
+        """Load the state of the turn before, including its batch size."""
         found = super().load(session, args, models, optimizer, scheduler)
         if found is not None:
             from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -456,20 +456,20 @@ class TurnBoundary(ElasticBoundary):
             from megatron.training.global_vars import get_signal_handler
 
             training._TRAIN_START_TIME = self.began_s  # for ``--exit-duration-in-mins``
-            if getattr(self.listened, "_signal_received", False):  # since the last iteration
+            if getattr(self.listened, "_signal_received", False):  # a signal since the last iteration
                 get_signal_handler()._signal_received = True
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-            self.copies = Copies(0)  # the state in host memory has done its duty
+            self.copies = Copies(0)  # the state in host memory is no longer needed
         return found
 
     def _is_over(self, _iteration: int) -> bool:
-        """Whether Megatron's batch size is another plan's; the process goes on then."""
+        """Whether Megatron's batch size now belongs to another plan."""
         self.outlives_sessions = batch_size() != self.generation.plan.training.global_batch_size
         return self.outlives_sessions
 
 
 def batch_size() -> int:
-    """Sequences of the iteration that is about to begin, as Megatron's schedule says."""
+    """Number of sequences in the next iteration, from Megatron's batch-size schedule."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
     return int(get_current_global_batch_size())
@@ -481,7 +481,7 @@ def take_turns(argv: Sequence[str], plans: Sequence[Plan], files: Sequence[str],
     Args:
         argv: The command line, with the program's name first.
         plans: One for each global batch size.
-        enter: Runs the training under one of them.
+        enter: Runs the training under one plan.
 
     Raises:
         SystemExit: The training is over.

@@ -1,8 +1,8 @@
 """The state of a training, taken at an iteration boundary and given to the ranks of any next plan.
 
-A *snapshot* is what one rank held after an iteration: its pieces of parameters and optimizer state, and what all ranks
-have in common (iteration, samples, schedules).  The members of a change offer their snapshots, own ones and copies of
-others', and the newest iteration that is complete among them is taken.  No file is read or written.
+A *snapshot* is the state of one rank after an iteration: its pieces of parameters and optimizer state, and the values
+that all ranks share (iteration, samples, schedules).  The members of a change offer their snapshots, their own and
+copies of others'; the newest iteration that is complete among them is used.  No file is read or written.
 """
 
 import base64
@@ -34,20 +34,20 @@ from megatron_het.elastic.pieces import (
 )
 from megatron_het.plan import Plan, topology_hash
 
-# Moving state between ranks of any two plans: who sends which ranges to whom, and the sending.
+# Moving state between ranks of any two plans: computing the messages, and sending them.
 #
-# Every member says what it holds and what it needs.  From that each of them works out the same messages: a needed range
+# Every member announces its pieces and its needs.  From these all members compute the same messages: a needed range
 # comes from the rank itself if it holds it, else from a holder, and different receivers begin with different holders.
 
 _MESSAGE_BYTES = 64 * 2**20  # bounds the extra memory of the exchange
-_FEW_RUNS = 32  # up to here slices are copied one by one
+_FEW_RUNS = 32  # up to this number of runs slices are copied one by one
 
 Held = Sequence[tuple[Piece, torch.Tensor]]
 
 
 @dataclass
 class _Move:
-    """Elements that go from a piece of one rank to a piece of another (or the same)."""
+    """Elements to copy from a piece of one rank to a piece of another (or the same) rank."""
 
     sender: int
     receiver: int
@@ -62,7 +62,7 @@ class _Move:
 
 
 class Holdings:
-    """Holds what all members hold, pieces by member, and who gives what to whom."""
+    """Pieces of all members, and the choice of senders for each receiver."""
 
     def __init__(self, held: Sequence[Sequence[Piece]]) -> None:
         self._held = held
@@ -74,9 +74,9 @@ class Holdings:
         self._moves: dict[int, tuple[list[_Move], list[Piece]]] = {}
 
     def moves(self, receiver: int, needed: Sequence[Piece]) -> tuple[list[_Move], list[Piece]]:
-        """Returns what a member gets from whom, in one order for everybody, and what nobody has.
+        """Returns the moves to a member, in an order that is equal on all members, and the pieces that no member has.
 
-        A member always needs the same.
+        The result is cached: a member always needs the same pieces.
         """
         if receiver not in self._moves:
             self._moves[receiver] = self._find_moves(receiver, needed)
@@ -100,7 +100,7 @@ class Holdings:
         return found, missing
 
     def _holders(self, piece: Piece, receiver: int) -> Iterator[tuple[int, int]]:
-        """Members and their pieces of the same tensor: the receiver itself, then the others, in an order of its own."""
+        """Yields (member, index of its piece of the same tensor): the receiver first, then the others in rotation."""
         by_member = self._by_name.get(piece.name, {})
         members = sorted(by_member)
         turned = members[receiver % len(members) :] + members[: receiver % len(members)] if members else []
@@ -121,16 +121,16 @@ class Holdings:
 
 @torch.no_grad()
 def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequence[Sequence[Piece]]) -> int:
-    """Fill the needed tensors; the bytes that this member sent to others.  Collective over the members.
+    """Fill the needed tensors; returns the bytes that this member sent to others.  Collective over the members.
 
     Args:
-        links: Between the members.
-        held: What this member holds.
-        needed: What it needs, with the tensors to fill.
+        links: Links between the members.
+        held: Pieces that this member holds.
+        needed: Pieces that it needs, with the tensors to fill.
         needs: Pieces that each member needs.
 
     Raises:
-        StateError: Nobody holds something that is needed.
+        StateError: No member holds a piece that is needed.
     """
     mine: list[_Move] = []
     for receiver, pieces in enumerate(needs):
@@ -151,7 +151,7 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
     outgoing = _batches([m for m in mine if m.sender == links.rank != m.receiver], lambda m: held[m.source][0])
     incoming = _batches([m for m in mine if m.receiver == links.rank != m.sender], lambda m: needed[m.target][0])
     turns = links.gather(max(len(outgoing), len(incoming)))
-    for turn in range(max(map(int, turns))):  # as many as the busiest member needs
+    for turn in range(max(map(int, turns))):  # as many turns as the busiest member needs
         messages = [
             (peer, torch.cat([_read(held[m.source][1], m.taken) for m in batch]).cpu())
             for (_, peer), batch in (outgoing[turn] if turn < len(outgoing) else {}).items()
@@ -174,7 +174,7 @@ def move(links: Links, held: Held, needed: Held, holdings: Holdings, needs: Sequ
 def _batches(moves: Sequence[_Move], piece_of: Any) -> list[dict[tuple[int, int], list[_Move]]]:
     """Moves in turns of bounded size; in a turn one message of one data type per pair of members.
 
-    Both ends of a pair see the same moves in the same order, so that they cut them alike.
+    Both ends of a pair have the same moves in the same order, so they divide them in the same way.
     """
     turns: list[dict[tuple[int, int], list[_Move]]] = []
     place: dict[tuple[int, int], tuple[int, int, str]] = {}
@@ -212,7 +212,7 @@ def _write(tensor: torch.Tensor, runs: Runs, values: torch.Tensor) -> None:
 
 
 def _index(runs: Runs) -> torch.Tensor:
-    """The elements of the runs, one by one."""
+    """Indices of all elements of the runs."""
     lengths = runs[:, 2]
     begins = np.repeat(runs[:, 1] - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
     return torch.from_numpy(begins + np.arange(int(lengths.sum())))
@@ -220,30 +220,30 @@ def _index(runs: Runs) -> torch.Tensor:
 
 @dataclass
 class Snapshot:
-    """Holds what one rank held after an iteration; JSON values but for the pieces."""
+    """State of one rank after an iteration; JSON values except for the pieces."""
 
     iteration: int
-    rank: int  # of the plan under which it was taken
+    rank: int  # rank in the plan under which it was taken
     topology: str  # hash of that plan's topology
-    common: dict[str, Any]  # what is the same on all ranks
-    numbers: dict[str, dict[str, float]]  # of the optimizer, by parameter name
+    common: dict[str, Any]  # values that are equal on all ranks
+    numbers: dict[str, dict[str, float]]  # numbers of the optimizer's state, by parameter name
     random: dict[str, Any]  # random-number states of the rank
     # parameters and optimizer state, in host memory
     pieces: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)
 
     def document(self, *names: str, pieces: int | None = None) -> dict[str, Any]:
-        """Returns some of its fields and the first of its pieces, all of them by default, as JSON values."""
+        """Returns some fields and the first ``pieces`` pieces, by default all of them, as JSON values."""
         described = [piece.to_json() for piece, _ in self.pieces[:pieces]]
         return {name: getattr(self, name) for name in names} | {"pieces": described}
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """Holds what is trained in this process, as Megatron made it."""
+    """Model, optimizer and scheduler of this process, as made by Megatron."""
 
     plan: Plan  # the plan of the session
-    rank: int  # this process's rank in it
-    models: Sequence[torch.nn.Module]  # chunks as Megatron trains them
+    rank: int  # this process's rank in the plan
+    models: Sequence[torch.nn.Module]  # model chunks with Megatron's wrappers
     optimizer: Any
     scheduler: Any  # of learning rate and weight decay
     args: Any
@@ -251,15 +251,15 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Restored:
-    """Holds what a rank has to know to go on."""
+    """Values with which a rank resumes the training."""
 
     iteration: int
-    flops: float  # Floating-point operations so far, as Megatron counts them
-    sent_bytes: int  # what this member gave to others
+    flops: float  # floating-point operations so far, by Megatron's count
+    sent_bytes: int  # bytes that this member sent to others
 
 
 def take(trainee: Trainee, iteration: int) -> Snapshot:
-    """A snapshot of this rank in host memory; whole parameters are shown."""
+    """Takes a snapshot of this rank in host memory, with complete parameters."""
     state = collect(trainee.models, trainee.optimizer, trainee.args, is_updated=True)
     return described(trainee, iteration, state, [(p, t.detach().to("cpu", copy=True)) for p, t in state.pieces])
 
@@ -281,25 +281,25 @@ def give(links: Links, snapshots: Sequence[Snapshot]) -> int | None:
     """Take part in a change as a member that is no rank of the next plan.  Collective over the members.
 
     Returns:
-        The iteration that the others go on from; None where nothing was complete.
+        The iteration from which the ranks resume; None if none was complete.
     """
     version, _ = _change(links, snapshots, None, {})
     return version
 
 
 def restore(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee) -> Restored | None:
-    """Take over the newest complete state.  Collective over the members.
+    """Load the newest complete state.  Collective over the members.
 
     Args:
-        links: Between the members of the change: all who hold something and all ranks of the next plan.
-        snapshots: What this member holds; may be empty.
-        trainee: What is to be filled.
+        links: Links between the members of the change: all holders of state and all ranks of the next plan.
+        snapshots: Snapshots of this member; may be empty.
+        trainee: Model and optimizer to fill.
 
     Returns:
-        Where to go on; None where the members do not hold a complete state.
+        The values to resume with; None if the members do not hold a complete state.
 
     Raises:
-        StateError: An optimizer whose state cannot be moved.
+        StateError: The optimizer's state cannot be moved.
     """
     blocks = blocks_of(trainee.models, trainee.args)
     version, found = _change(links, snapshots, trainee, blocks)
@@ -318,7 +318,7 @@ def restore(links: Links, snapshots: Sequence[Snapshot], trainee: Trainee) -> Re
 def _change(
     links: Links, snapshots: Sequence[Snapshot], trainee: Trainee | None, blocks: Blocks
 ) -> tuple[int | None, Any]:
-    """Offer, choose and move; the second value is common state, numbers, random states and bytes sent."""
+    """Offer, choose and move state; returns the iteration, and (common state, numbers, random states, bytes sent)."""
     offers = links.gather([snapshot.document("iteration", "rank", "topology") for snapshot in snapshots])
     versions = sorted({offer["iteration"] for member in offers for offer in member}, reverse=True)
     possible: list[int] = []
@@ -329,7 +329,7 @@ def _change(
             possible.append(version)
             continue
         local = _room(trainee, holdings, blocks)
-        # Optimizers have state of all parameters or of none: what nobody speaks of was with those who are lost.
+        # Optimizers have state for all parameters or for none: missing state was on lost members only.
         is_whole = not local.stateless or not holdings.kinds()
         if is_whole and not holdings.moves(links.rank, [piece for piece, _ in local.pieces])[1]:
             possible.append(version)
@@ -354,7 +354,7 @@ def _room(trainee: Trainee, holdings: Holdings, blocks: Blocks) -> LocalState:
 
 
 def _holdings(offers: Sequence[Sequence[dict[str, Any]]], version: int) -> Holdings:
-    """Returns what every member holds of an iteration; the pieces of its snapshots one after the other."""
+    """Returns the pieces of an iteration by member; those of a member's snapshots are concatenated."""
     return Holdings(
         [
             [piece for offer in member if offer["iteration"] == version for piece in _pieces(offer["pieces"])]
@@ -368,17 +368,17 @@ def _pieces(documents: Sequence[dict[str, Any]]) -> list[Piece]:
 
 
 def _everybody_elses(links: Links, chosen: Sequence[Snapshot]) -> list[dict[str, Any]]:
-    """Collects what is not tensors of every snapshot of the chosen iteration."""
+    """Gathers the fields other than tensors of every snapshot of the chosen iteration."""
     own = [{"rank": s.rank, "topology": s.topology, "numbers": s.numbers, "random": s.random} for s in chosen]
     for document, snapshot in zip(own[:1], chosen, strict=False):
-        document["common"] = snapshot.common  # once per member
+        document["common"] = snapshot.common  # only once per member
     return [document for member in links.gather(own) for document in member]
 
 
 def _own_part(
     documents: Sequence[Mapping[str, Any]], trainee: Trainee | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]], dict[str, Any] | None]:
-    """Common state, numbers, and random states where this rank has the same place as one of the old ranks."""
+    """Common state, numbers, and the random states if this rank has the same place as one of the old ranks."""
     commons = [document["common"] for document in documents if "common" in document]
     common = {**commons[0], "groups": [group for one in commons for group in one["groups"]]}
     numbers = {key: values for document in documents for key, values in document["numbers"].items()}
@@ -408,7 +408,7 @@ def _common(trainee: Trainee, iteration: int) -> dict[str, Any]:
         "consumed_valid_samples": args.consumed_valid_samples,
         "scheduler": trainee.scheduler.state_dict(),
         "scalers": scalers,
-        # Where a checkpoint's learning rates go on, they are not those of the flags.
+        # If training continues with a checkpoint's learning rates, they are not those of the flags.
         "groups": [{key: group[key] for key in (*KIND, *SCHEDULED) if key in group} for group in groups],
     }
 
@@ -422,7 +422,7 @@ def _set_common(trainee: Trainee, common: Mapping[str, Any]) -> None:
     update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=False)
     match_groups(trainee.optimizer.param_groups, common["groups"], keep_saved=True)
     trainee.scheduler.load_state_dict(dict(common["scheduler"]))
-    # Experts that are over other ranks than all other weights have an optimizer, and so a scaler, of their own.
+    # Experts that are replicated over other ranks than the other weights have an optimizer and a scaler of their own.
     for scaler, values in zip(_scalers(trainee.optimizer), itertools.cycle(common["scalers"]), strict=False):
         whole = {name: int(value) for name, value in values.items() if name != "scale"}
         scaler.load_state_dict({"scale": torch.tensor([values["scale"]], dtype=torch.float32), **whole})
@@ -436,7 +436,7 @@ def _scalers(optimizer: Any) -> list[Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """This rank's states of every generator that training draws from, as JSON values."""
+    """This rank's states of all random generators of training, as JSON values."""
     states = state_dict.collect()
     version, words, gauss_next = states["random"]
     name, keys, position, has_gauss, gauss = states["numpy"]
@@ -465,7 +465,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def new_random_states(args: Any, iteration: int) -> None:
-    """New states for another topology: a rank has no old one, and those of the start have been used."""
+    """Set new random states under another topology: old ones do not fit, and the initial ones have been used."""
     from megatron.training import initialize
 
     initialize._set_random_seed(

@@ -27,10 +27,10 @@ from megatron_het.elastic.state import give
 from megatron_het.plan import Plan
 from megatron_het.store import StoreError
 
-# What a worker does before it says that it is ready: what the first session would do once is done then.
+# Warm-up of a worker before it reports that it is ready.
 #
-# The others wait for a newcomer's first session as for anybody's, so whatever it does for the first time in a change is
-# a part of the pause.
+# All ranks wait for a newcomer's first session, so everything that it does for the first time in a change would
+# lengthen the pause.
 
 MODULES = (
     "megatron.training",
@@ -48,14 +48,14 @@ MODULES = (
     "megatron_het.checkpoint.loading",
     "torch.utils.tensorboard",
 )
-"""What a session imports, now or when it needs it; without starting anything."""
+"""Modules that a session imports at some time; importing them starts nothing."""
 
 
-_CONFIGURATION = "@dataclass"  # what the source of a configuration class begins with
+_CONFIGURATION = "@dataclass"  # beginning of a configuration class's source
 
 
 def warm_up() -> None:
-    """Import, read and compare what every session needs; the process has its platform already."""
+    """Import all modules, and read and compare all sources, that every session needs; after ``activate``."""
     from megatron_het import megatron_patches as upstream
 
     upstream.install("stock")
@@ -70,10 +70,10 @@ def warm_up() -> None:
 
 
 def remember_sources() -> None:
-    """Find and parse the source of a configuration class once in the life of this process.
+    """Cache the sources of configuration classes, and their syntax trees, for the life of this process.
 
-    Megatron makes the help of its flags from the sources of its configuration classes, each time that it parses a
-    command line, and finding one means to parse the whole file.
+    Megatron makes the help of its flags from the sources of its configuration classes whenever it parses a
+    command line, and to find one it parses the whole file.
     """
     if hasattr(inspect.getsource, "cache_info"):
         return
@@ -83,7 +83,7 @@ def remember_sources() -> None:
 
     @functools.wraps(parse)
     def parse_once(source: Any, *positional: Any, **keywords: Any) -> Any:
-        """The tree of a configuration class is only looked at."""
+        """Returns a cached tree; it can be shared, because Megatron only reads it."""
         if positional or keywords or not isinstance(source, str) or not source.startswith(_CONFIGURATION):
             return parse(source, *positional, **keywords)
         if source not in trees:
@@ -95,7 +95,7 @@ def remember_sources() -> None:
 
 _POLL_S, _SHORTEST_POLL_S = 0.02, 0.002
 _SHARE = 0.1
-"""A poll comes after this share of the time that was waited so far: the next generation mostly comes at once."""
+"""Interval of polls as a share of the time waited so far, because the next generation mostly comes at once."""
 _BEAT_S = 0.5
 _LOOK_S = 0.1
 _LISTEN_S = 1.0
@@ -106,7 +106,7 @@ ENVIRONMENT = "HET_ELASTIC_WORKER"
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what an agent tells a worker that it starts."""
+    """Configuration of a worker, from its agent."""
 
     host: str
     port: int
@@ -114,14 +114,14 @@ class Setting:
     process: int
     node: str
     device: str
-    folder: str  # for files of its own
+    folder: str  # folder for its own files
     copy_every: int | None  # see :class:`Copies`
     timeout_s: float  # bound on every wait of a change
-    signature: str  # what all workers of a job must have in common
+    signature: str  # must be equal on all workers of a job (``job.signature_of``)
     workers: int = 1
-    # random, of this process: where the controller's file is older than the job, a number may be given twice
+    # random number of this process: with an outdated file a controller may give a process number twice
     identity: str = ""
-    address_file: str = ""  # where the controller writes its address; empty for none
+    address_file: str = ""  # file with the controller's address; empty for none
     tls_ca: str = ""  # file with the authority of the controller's certificate; empty for none
     away_s: float = 1800.0  # how long a worker that needs a decision waits for a controller that does not answer
 
@@ -138,10 +138,10 @@ class Setting:
 
 
 class Worker:
-    """Goes through generations.
+    """Trains in one generation after the other.
 
     Args:
-        flags: Of the training, without a plan.
+        flags: Flags of the training, without a plan.
         entry: Runs the training.
     """
 
@@ -160,7 +160,7 @@ class Worker:
         self._padded_vocab_size: int | None = None
 
     def run(self) -> int:
-        """Until the job is over; returns the exit code.
+        """Run until the job is over; returns the exit code.
 
         Raises:
             StoreError: The controller does not answer, and a decision is needed.
@@ -176,12 +176,12 @@ class Worker:
         return 0
 
     def _about(self) -> dict[str, Any]:
-        """Returns what the controller has to know of this process."""
+        """Returns the description of this process for the controller."""
         names = ("process", "node", "device", "workers", "signature", "identity")
         return {name: getattr(self._setting, name) for name in names}
 
     def _next(self, after: int) -> Generation | None:
-        """Wait for the generation after a number; None when the job is over."""
+        """Wait for the generation after number ``after``; None if the job is over."""
         start_s = time.monotonic()
         is_done = self._ended is not None and self._ended["how"] == "finished"
         patience_s = self._setting.timeout_s if is_done else self._setting.away_s
@@ -196,14 +196,14 @@ class Worker:
                 if latest is not None and latest > after:
                     return Generation.from_json(self._board.get(f"{latest}/generation", patience_s=patience_s))
             except StoreError as error:
-                if is_done:  # there is nothing left to decide
+                if is_done:  # no decision of the controller is needed
                     _say(f"the training is over, and nobody hears of it: {error}")
                     return None
                 raise
             time.sleep(min(max(_SHORTEST_POLL_S, _SHARE * (time.monotonic() - start_s)), _POLL_S))
 
     def _check(self, asked: dict[str, Any]) -> None:
-        """Say whether the flags go with a plan, before the others leave their session for it."""
+        """Report whether the training's flags are valid under a plan, before other ranks leave their session for it."""
         self._checked.add(asked["id"])
         answer = problems_under(Plan.from_json(asked["plan"]), self._flags, Path(self._setting.folder))
 
@@ -224,7 +224,7 @@ class Worker:
                 if outcome.how != "left" or self._told_left != generation.number:
                     self._tell_ended(boundary, outcome)
             elif process in generation.movers:
-                with suppress(RuntimeError):  # the next generation tries again, with what is still held here
+                with suppress(RuntimeError):  # the next generation tries again with the copies still held here
                     links = open_links(generation, process, self._board, self._setting.timeout_s)
                     give(links, self._copies.snapshots)
                     links.close()
@@ -242,7 +242,7 @@ class Worker:
             "refused": outcome.is_refused,
             "iteration": boundary.iteration or 0,
         }
-        with suppress(StoreError):  # signs of life say it again
+        with suppress(StoreError):  # heartbeats repeat it
             self._board.post(self._ended, patience_s=_TELL_S)
 
     def _train(self, generation: Generation, news: "News") -> tuple[Outcome, ElasticBoundary]:
@@ -261,7 +261,7 @@ class Worker:
         news.opened = lambda: self._opened(boundary)
 
         def leaves() -> None:
-            """Say so before the session is taken down: the next one is written and newcomers build meanwhile."""
+            """Report the end before the session is torn down, so that the next generation can begin meanwhile."""
             self._tell_ended(boundary, Outcome("left"))
             self._told_left = generation.number
 
@@ -274,7 +274,7 @@ class Worker:
         return outcome, boundary
 
     def _opened(self, boundary: ElasticBoundary) -> None:
-        """At every boundary: note progress; after the first iteration say how long the phases took."""
+        """Note progress at every boundary; after the first iteration report the times of the phases."""
         self._iteration = boundary.iteration or 0
         if boundary.drift is not None:
             self._outbox.append(
@@ -303,7 +303,7 @@ class Worker:
             )
 
     def _beat(self) -> None:
-        """On a thread: signs of life, and what the training had to say: it does not wait for the controller."""
+        """Runs on a thread: send heartbeats and the training's messages, so that training need not wait for it."""
         beats = 0
         while True:
             beats += 1
@@ -327,15 +327,15 @@ class Worker:
 
 
 class News:
-    """Hears on a thread what the controller wants of a generation, so that training never waits to hear of nothing.
+    """Polls the controller's orders for a generation on a thread, so that training never waits for the controller.
 
-    Every rank that has heard that a change is wanted says so.  Once all have, the first rank writes at a boundary that
-    everybody leaves at the next one.  No rank gets there without the first rank's part in the iteration between, and
-    all of them look then: each finds it written.
+    Every rank acknowledges a wanted change.  Once all have, the first rank writes at a boundary that all ranks leave at
+    the next one.  No rank can reach that boundary without the first rank's part in the iteration between, and all
+    ranks read the board there.  So all ranks leave at the same boundary.
 
     Args:
-        board: The job's.
-        lost: Called, again and again, with the generation's key once one of its processes is lost.
+        board: The job's board.
+        lost: Called repeatedly with the generation's key once one of its processes is lost.
     """
 
     def __init__(self, board: Board, generation: Generation, process: int, lost: Callable[[str], Any]) -> None:
@@ -344,11 +344,11 @@ class News:
         self._knows = self._all_know = False
         self._away_until_s = 0.0
         self.is_over = False
-        """The session has ended; the thread ends soon."""
+        """End the thread soon, after the end of the session."""
         self.opened: Callable[[], Any] = lambda: None
 
     def listen(self) -> None:
-        """Until the session is over; for a thread."""
+        """Poll until the session is over; runs on a thread."""
         while not self.is_over:
             try:
                 is_lost = self._hear() == "lost"
@@ -369,12 +369,12 @@ class News:
             self._all_know = found == "there"
         else:
             found = "lost" if self._board.wait(lost, [], _LISTEN_S) == "there" else "late"
-        if self._knows and found != "lost":  # again each time: the controller may have been started again
+        if self._knows and found != "lost":  # repeated, because the controller may have been restarted
             self._board.put(f"{number}/knows/{self._process}", True, patience_s=_LISTEN_S)
         return found
 
     def leaves_at(self, iteration: int) -> bool:
-        """Gives one answer on all ranks; False while the controller is away."""
+        """Whether all ranks leave at a boundary; equal on all ranks, and False while the controller is away."""
         self.opened()
         if not self._knows or time.monotonic() < self._away_until_s:
             return False
@@ -393,16 +393,16 @@ class News:
 
 
 def main() -> None:
-    """The process that an agent starts."""
+    """Run the worker process that an agent starts."""
     import sys
 
-    faulthandler.enable()  # what every thread does when a signal ends this process goes to the log
-    faulthandler.register(signal.SIGUSR2)  # before its agent kills it
+    faulthandler.enable()  # writes the stacks of all threads to the log if a signal ends this process
+    faulthandler.register(signal.SIGUSR2)  # the agent sends it before it kills this process
     for notice in (signal.SIGTERM, signal.SIGUSR1):  # Slurm signals all processes of a step; the agent acts on it
-        signal.signal(notice, lambda *_: None)  # SIG_IGN would be for processes that this one starts as well
+        signal.signal(notice, lambda *_: None)  # not SIG_IGN, which child processes inherit
     setting = Setting(**json.loads(os.environ.pop(ENVIRONMENT)))
-    # By itself torch ends a process whose communicator has failed, and its watchdog sleeps for four times the last of
-    # these, a minute, so that all ranks write what was under way; whoever destroys the group waits for the watchdog.
+    # By default torch ends a process whose communicator has failed.  Before that its watchdog sleeps for four times the
+    # last of these, a minute, so that all ranks can dump their state; destroying the group waits for the watchdog.
     # Here communicators are aborted, and the process goes on.
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         os.environ.setdefault(name, "0")
@@ -413,9 +413,9 @@ def main() -> None:
     from megatron_het.auto_batch.measure import measured_config
 
     platform.activate()
-    warm_up()  # what takes seconds is done before the worker says that it is ready
+    warm_up()  # takes seconds, so it is done before the worker reports that it is ready
     gc.collect()
-    gc.freeze()  # sessions are collected when they end; what was imported is not looked through each time
+    gc.freeze()  # garbage collections at the end of sessions skip the imported objects
     code = 1
     try:
         install = functools.partial(hooks.install, measure=measured_config)
@@ -428,7 +428,7 @@ def main() -> None:
 
 
 def _say(line: str) -> None:
-    """A line of the worker's log that its agent passes on."""
+    """Print a line to the worker's log that its agent shows, too."""
     print(f"megatron_het: {line}", flush=True)  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""How a job stands, as ``het-run status`` shows it, and whether a change pays in the iterations that are left."""
+"""Progress of a job for ``het-run status``, and whether a change pays off in the remaining iterations."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ _MOST = 100  # entries of a history: it is shown every second, and a job may hav
 
 @dataclass(frozen=True)
 class _Part:
-    """Holds what one generation did."""
+    """Progress of one generation."""
 
-    first: int  # iterations that were done when it began
-    reached: int  # iterations that were done when it ended
-    seconds: float  # that it trained
-    entry: int  # its place in the history
+    first: int  # number of done iterations when it began
+    reached: int  # number of done iterations when it ended
+    seconds: float  # time that it trained
+    entry: int  # index of its entry in the history
 
 
 def goodput(history: History, reached: int, now_s: float) -> float | None:
-    """Share of the time since the job's start, 0 to 1, in which iterations were done that count; None before the first.
+    """Share of the time since the job's start, 0 to 1, spent on iterations that were kept; None before the first.
 
-    The rest went into the start, into changes, and into iterations that were done again.
+    The rest was spent on the start, on changes, and on repeated iterations.
 
     Args:
-        reached: Iterations that are done now.
+        reached: Number of iterations that are done now.
     """
     parts = _parts(history, reached, now_s)
     if not parts:
@@ -39,7 +39,7 @@ def goodput(history: History, reached: int, now_s: float) -> float | None:
 
 
 def _useful_s(parts: Sequence[_Part]) -> list[float]:
-    """Seconds of every generation in which iterations were done that count."""
+    """Seconds that every generation spent on iterations that were kept."""
     found, least = list[float](), parts[-1].reached if parts else 0
     for part in reversed(parts):
         done, counted = part.reached - part.first, min(part.reached, least) - part.first
@@ -49,10 +49,10 @@ def _useful_s(parts: Sequence[_Part]) -> list[float]:
 
 
 def newest(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The start and the newest changes; of the others, whose entries go, the start keeps the time that counts.
+    """The entries of the start and the newest changes; the useful time of dropped entries is added to the start's.
 
     Args:
-        history: Its last entry is of a generation that has not begun.
+        history: The last entry is of a generation that has not begun.
     """
     cut = len(history) - _MOST
     if cut <= 0:
@@ -64,7 +64,7 @@ def newest(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def standing(history: History, reached: int, now_s: float) -> dict[str, Any]:
-    """Returns what the controller's document says of progress; see :func:`goodput`."""
+    """Returns the fields about progress of the controller's document; see :func:`goodput`."""
     return {"reached": reached, "now": now_s, "goodput": goodput(history, reached, now_s)}
 
 
@@ -81,7 +81,7 @@ def _parts(history: History, reached: int, now_s: float) -> list[_Part]:
 
 
 def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | None:
-    """Seconds of an iteration of the generation that runs, by its entry in the history; None after few iterations."""
+    """Seconds per iteration of the running generation, from its history entry; None if it has done too few."""
     opened = entry.get("opened", {}).values()
     if not opened:
         return None
@@ -91,9 +91,9 @@ def measured_s(entry: Mapping[str, Any], reached: int, now_s: float) -> float | 
 
 
 def summed_up(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry of a generation that is over, with one line for all of its ranks: the slowest one's times.
+    """The entry of a past generation, with the slowest rank's times in place of those of all ranks.
 
-    The whole history is shown every second and read at a start: it grows with the changes, not with the ranks too.
+    The whole history is written every second and read at a start, so its size must not depend on the ranks.
     """
     told = list(entry.get("opened", {}).values())
     if not told:
@@ -114,13 +114,13 @@ def duration(seconds: float) -> str:
 
 
 def last_iteration(history: History) -> int | None:
-    """Returns the training's last iteration, as its ranks have said; None before the first iteration."""
+    """Returns the training's last iteration, as reported by its ranks; None before the first iteration."""
     found = [told["last"] for entry in history for told in entry.get("opened", {}).values() if "last" in told]
     return max(found, default=None)
 
 
 def describe(status: Mapping[str, Any] | None) -> str:
-    """The lines of ``het-run status``; None is what the controller wrote before it wrote anything."""
+    """The lines of ``het-run status``; ``status`` is None if the controller has written nothing yet."""
     if status is None:
         return "the controller has just started; ask again in a second\n"
     lines = [_progress(status), *_generation(status)]
@@ -139,7 +139,7 @@ def describe(status: Mapping[str, Any] | None) -> str:
     if changes and (before := changes[0]["generation"] - 1) > 0:
         lines.append(f"  {before} change{'s' * (before > 1)} before")
     for entry in changes:
-        # The pause is from the end of the generation before to the first iteration that is done.
+        # The pause lasts from the end of the generation before to the end of the first iteration.
         steps = [told["times"]["first_step"] for told in entry.get("opened", {}).values() if told["times"]]
         pause = f"{max(steps) - entry['stopped']:.1f} s to the end of the first iteration" if steps else "under way"
         lines.append(f"  change {entry['generation']} at iteration {entry['reached']}: {entry['why']}, {pause}")
@@ -183,14 +183,14 @@ def _generation(status: Mapping[str, Any]) -> list[str]:
     ]
 
 
-CHANGE_S = 10.0  # what a change is taken to cost before one was seen, but for what grows with the job
+CHANGE_S = 10.0  # assumed cost of a change before one was seen, without the parts that grow with the job
 HOST_BYTES_PER_S, LINK_BYTES_PER_S, GROUP_S = 4e9, 1e9, 0.01
-"""State between device and host memory; over a link of which nothing is known; a group that a rank joins.
+"""Bandwidth between device and host memory, bandwidth of an unmeasured link, and time to create a group.
 
-Assumptions, like :data:`CHANGE_S`, until copies in memory were made: these tell the first two.
+These are assumptions, like :data:`CHANGE_S`, until in-memory copies measure the first two.
 """
 JOIN, DEATH, LEAVE = "join", "death", "leave"
-"""Kinds of changes in a history; a change of the plan alone is of the last one."""
+"""Kinds of changes in a history; a change of only the plan is of the last kind."""
 
 
 @dataclass(frozen=True)
@@ -198,32 +198,32 @@ class Rates:
     """How fast state moves."""
 
     host_bytes_per_s: float = HOST_BYTES_PER_S  # between device and host memory
-    link_bytes_per_s: float | None = None  # between nodes; None where nobody has measured it
+    link_bytes_per_s: float | None = None  # between nodes; None if not measured
 
 
 def grows_s(
     state_bytes: float, link_bytes_per_s: float, groups: int, host_bytes_per_s: float = HOST_BYTES_PER_S
 ) -> float:
-    """Seconds of a change that are taken to grow with the job: whoever receives most receives all of its state.
+    """Seconds of a change that grow with the job, if the rank with the most state receives all of it.
 
     Args:
-        state_bytes: Parameters and optimizer state of the rank that holds most.
-        link_bytes_per_s: Of the slowest link that they come over, for this rank alone.
-        groups: That a rank joins: its replica, its stage's replicas, and its neighbours.
+        state_bytes: Parameters and optimizer state of the rank with the most.
+        link_bytes_per_s: Bandwidth of the slowest link to this rank, for it alone.
+        groups: Number of groups that a rank joins: its replica, its stage's replicas, and its neighbours.
         host_bytes_per_s: See :class:`Rates`.
     """
     return 2 * state_bytes / host_bytes_per_s + state_bytes / link_bytes_per_s + GROUP_S * groups
 
 
 def state_bytes(plan: Plan) -> float:
-    """Parameters and optimizer state of the rank that holds most, from the plan's prediction; 0 without one."""
+    """Bytes of parameters and optimizer state on the rank with the most, from the plan's prediction; 0 without one."""
     if plan.predicted is None:
         return 0.0
     return max((rank.parameter_bytes + rank.optimizer_bytes for rank in plan.predicted.per_rank), default=0.0)
 
 
 def grows_for_s(plan: Plan, rates: Rates) -> float:
-    """:func:`grows_s` of a plan, from its prediction; 0 without one of its memory."""
+    """:func:`grows_s` of a plan, from its prediction; 0 without a prediction of memory."""
     held_bytes = state_bytes(plan)
     if plan.predicted is None or not held_bytes:
         return 0.0
@@ -234,16 +234,16 @@ def grows_for_s(plan: Plan, rates: Rates) -> float:
 
 
 def change_s(history: History, plan: Plan | None = None, kind: str = "", rates: Rates | None = None) -> float:
-    """Seconds that a change takes, from its reason to the first iteration after it.
+    """Estimates the seconds of a change, from its reason to the end of the first iteration after it.
 
-    The last changes of this job say it, those of the same kind where there are any: a newcomer gets a whole state,
-    others have most of theirs.  Of each, the time in which state moved is taken to grow with the state.  Before a
-    change was seen, an assumption and the measured rates say it.
+    The estimate is from the last changes of this job, of the same kind if there are any: a newcomer gets a whole state,
+    other ranks have most of theirs.  The time in which state moved is scaled with the state.  Before the first
+    change the estimate is from an assumption and the measured rates.
 
     Args:
-        plan: Of the change; None for changes as they were.
-        kind: Of the change; empty for any.
-        rates: At which state moves; None for assumed ones.
+        plan: Plan of the change; None for no scaling.
+        kind: Kind of the change; empty for any.
+        rates: Rates at which state moves; None for assumed ones.
     """
     seen = [entry for entry in history if entry["generation"] > 0 and entry.get("opened")]
     alike = [entry for entry in seen if entry.get("kind") == kind]
@@ -254,7 +254,7 @@ def change_s(history: History, plan: Plan | None = None, kind: str = "", rates: 
 
 
 def _seen_s(entry: Mapping[str, Any], wanted_bytes: float) -> float:
-    """Seconds that a change like this one would take with a plan whose ranks hold so much."""
+    """Seconds that a change like that of ``entry`` would take with ``wanted_bytes`` of state."""
     times = [told["times"] for told in entry["opened"].values()]
     # The controller's own clock does not jump.
     took_s = float(entry.get("took_s", max(0.0, max(t["first_step"] for t in times) - entry["seen"])))
@@ -268,15 +268,15 @@ def _seen_s(entry: Mapping[str, Any], wanted_bytes: float) -> float:
 def against(
     plan: Plan, present: Plan, history: History, reached: int, now_s: float, *, rates: Rates | None = None
 ) -> str:
-    """Why a change to a better plan with newcomers does not pay any more.
+    """Why a change to a better plan with newcomers no longer pays off.
 
     Args:
-        present: The plan that runs.
-        rates: At which state moves; None for assumed ones.
+        present: The running plan.
+        rates: Rates at which state moves; None for assumed ones.
 
     Returns:
-        Empty where the change pays, and where nobody can say: without predictions in both plans, as in a list that is
-        the user's own order, or before the first iteration.
+        Empty if the change pays off, or if that is unknown: before the first iteration, or without predictions in both
+        plans, as in a user's list of plans.
     """
     last = last_iteration(history)
     if plan.predicted is None or present.predicted is None or last is None:
@@ -284,7 +284,7 @@ def against(
     gain = 1.0 - plan.predicted.iteration_s / present.predicted.iteration_s
     left, cost_s = max(0, last - reached), change_s(history, plan, JOIN, rates)
     saved_s = gain * left * (measured_s(history[-1], reached, now_s) or present.predicted.iteration_s)
-    if gain <= 0 or saved_s > cost_s:  # a list may prefer a plan for a reason of its own
+    if gain <= 0 or saved_s > cost_s:  # a user's list may prefer a plan for other reasons than time
         return ""
     return (
         f"iterations would be {100 * gain:.1f} % shorter, which saves {saved_s:.1f} s in the {left} that are left; "
