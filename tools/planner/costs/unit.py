@@ -37,7 +37,7 @@ class Unit:
     kinds: "tuple[tuple[Unit, tuple[int, ...]], ...]" = ()
     embedding_workspace_bytes: float = 0.0
     first_layers: tuple[int, float] = (0, 0.0)  # as ``Model.first_layers``
-    tied_parameters: int = 0  # parameters of the tied table that exists once, where one chunk has both ends of the model
+    tied_parameters: int = 0  # of the tied table that exists once, where one chunk has both ends of the model
 
     def of_chunks(self, name: str, layers: Sequence[int]) -> list[float]:
         """A figure of a layer, summed over the layers of every chunk of a stage."""
