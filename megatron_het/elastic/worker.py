@@ -313,7 +313,7 @@ class Worker:
 
     def _give_sign(self, beats: int) -> None:
         generation = self._generation
-        # How the last session ended is said again: a controller that dies has not read all that was posted.
+        # The end of the last session is repeated: a controller that dies may not have read the message.
         sign = {"beats": beats, "iteration": self._iteration, "ended": self._ended, **self._about()}
         sign["rates"] = self._copies.pace.rates
         self._board.put(f"beat/{self._setting.process}", sign, patience_s=_BEAT_S)
@@ -322,7 +322,7 @@ class Worker:
             self._outbox.popleft()
         latest = self._board.get("latest", patience_s=_BEAT_S)
         if generation is not None and (latest is None or latest < generation.number):
-            # A controller whose file is older than the job.
+            # The controller has restarted with an outdated file.
             self._board.post({"type": "newer", "generation": generation.to_json()}, patience_s=_BEAT_S)
 
 

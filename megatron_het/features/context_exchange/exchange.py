@@ -1,30 +1,30 @@
 """The attention context exchange on a rank (SlimPipe, section 4.2).
 
-The program says what happens: KV_SEND and KV_RECV move keys and values ahead of their use; ATTEND_GIVE and
-ATTEND_HELP, before a FORWARD, name what that pass gives away and what it does for others; a device without
-a pass works in its last ATTEND_HELP of the slot.  A model's attention is in the middle of its layers, so the
-queries and results of every layer travel inside the pass: layer for layer, by :class:`_Layer`, which slice
+By the program, KV_SEND and KV_RECV move keys and values ahead of their use.  ATTEND_GIVE and ATTEND_HELP before a
+FORWARD state the attention that this pass gives away and computes for others; a device without
+a pass computes in its last ATTEND_HELP of the slot.  Attention is in the middle of a model's layers, so the
+queries and results of every layer are transferred inside the pass, layer by layer, by :class:`_Layer`, which slice
 attention calls.
 
-No deadlock inside a slot: all devices that exchange do so in the same number of layers, the first ones of their
+No deadlock inside a slot: all devices exchange in the same number of layers, the first ones of their
 chunks, as many as the smallest chunk has; forward from the first to the last, backward from the last to the
-first.  Layers after them attend alone.  A layer has two points at which transfers are posted, all at once: queries,
-sent and received, where it begins, and results, sent and received, where it ends.  Before each point the memory of
-all messages is there and those to send are packed; after it a device computes, and waits for what was posted at it.
-So wherever the host waits for the device, as it does at the first launch of a kernel, what is under way was posted
-at a point that the device has passed, and its other end is posted as soon as the peer comes to the same point.
-Suppose the slot stood still; take a device that has passed the fewest points.  What it waits for is posted at a point
-that all have passed, so it goes on.  Between slots, ``schedule/joint.py`` proves it.  Every wait has the channels'
-timeout all the same.
+first.  Later layers attend alone.  A layer has two points at which transfers are posted, all at once: queries,
+sent and received, at its begin, and results, sent and received, at its end.  Before each point the memory of
+all messages is allocated and those to send are packed; after it a device computes, and waits for these transfers.
+So if the host waits for the device, as it does at the first launch of a kernel, all running transfers were posted
+at a point that the device has passed, and the peer posts the other end when it reaches the same point.
+Suppose a slot were blocked, and take a device that has passed the fewest points.  It waits for transfers of a point
+that all devices have passed, so it goes on.  Between slots, ``schedule/joint.py`` proves it.  In any case every wait
+has the channels' timeout.
 
-The order of posts is the host's.  On the device a transfer begins when what it needs is there: results leave when they
-are made, not when everything is done that was launched meanwhile (:meth:`Channels.send`).  Over host memory,
-where the host waits for no device, results are sent and expected as early as possible.
+The order of posts is the host's.  On the device a transfer begins when its inputs are ready: results are sent when
+they are computed, not when all work launched meanwhile is done (:meth:`Channels.send`).  Over host memory,
+where the host does not wait for a device, results are sent and expected as early as possible.
 
-A rank gives a part of the work to every rank of the helper that has some of its heads, as TP cuts them there.  The
+A rank gives a part of the work to every rank of the helper that has some of its heads by the helper's TP.  The
 helper needs no weights for it, so replicas may have different TP sizes.
 
-A recomputed forward attends to everything itself: its slot is one of backward passes.
+A recomputed forward attends to all keys itself, because it runs in a slot of backward passes.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from megatron_het.schedule.ir import Kind, Program
 
 
 def exchange_edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list[tuple[int, int]]:
-    """Directed rank pairs over which queries and results of the context exchange travel."""
+    """Directed rank pairs between which queries and results of the context exchange are sent."""
     pairs = {
         pair
         for program in programs
@@ -61,16 +61,16 @@ def exchange_edges(programs: Sequence[Program], boundaries: BoundaryMap) -> list
     return sorted(pairs | {(dst, src) for src, dst in pairs})
 
 
-# One slot of the context exchange on a rank: what a pass gives away and does for others, and what is on its way.
+# One slot of the context exchange on a rank: the attention given away and computed for others, and its transfers.
 
 
 class ExchangeError(RuntimeError):
-    """The program and the passes do not fit."""
+    """The passes that run do not match the program's operations."""
 
 
 @dataclass(slots=True)
 class Message:
-    """A message that is expected: its buffer and its receive."""
+    """An expected message: its buffer and its receive."""
 
     buffer: torch.Tensor
     pending: PendingReceive
@@ -78,26 +78,26 @@ class Message:
 
 @dataclass
 class Slot:
-    """Holds what this rank exchanges in the slot that runs."""
+    """Exchange of this rank in the running slot."""
 
     # gives, helps: operations that belong to the pass
     gives: tuple[RankOp, ...]
     helps: tuple[RankOp, ...]
     is_backward: bool  # whether the pass runs through the layers from the last to the first
-    layers: int  # layers that exchange
-    done: int = 0  # of them, those that the pass has left
-    # of the compute stream, when all that is received in the layer that runs had its memory
+    layers: int  # number of layers that exchange
+    done: int = 0  # number of these that the pass has completed
+    # moment of the compute stream at which the running layer's receive buffers were allocated
     moment: Moment | None = None
-    # expected from others in that layer, in the order of ``helps``
+    # queries expected from others in that layer, in the order of ``helps``
     queries: list[Message] = field(default_factory=list)
-    # memory for what helpers send back in it, in the order of ``gives``
+    # buffers for results from helpers in that layer, in the order of ``gives``
     results: list[torch.Tensor] = field(default_factory=list)
-    expected: list[PendingReceive] = field(default_factory=list)  # receives of these, once they are posted
-    # made for others in it and not sent yet: the operation, the message, and the moment when it was made
+    expected: list[PendingReceive] = field(default_factory=list)  # receives into these, once they are posted
+    # results for others that are not sent yet: the operation, the message, and the moment when it was computed
     answers: list[tuple[RankOp, torch.Tensor, Moment | None]] = field(default_factory=list)
 
     def layer_at(self, step: int) -> int:
-        """The layer that is the ``step``-th of this slot."""
+        """Index of the layer that runs as number ``step`` in this slot."""
         return self.layers - 1 - step if self.is_backward else step
 
 
@@ -114,12 +114,12 @@ class ContextExchange:
     programs: Mapping[bool, RankProgram]  # this rank's programs, by whether they only run forwards
     units: Units  # which tokens of each rank exchange units are: context-parallel ranks hold parts of slices
     rank: int
-    layers: int  # layers of every chunk that exchange attention, from its first with any
-    keys_channels: Channels  # carry keys and values
-    # carry queries and results; not used by anything else, because inside a pass their order is by layer and not by the
+    layers: int  # number of layers that exchange in every chunk, from its first with attention
+    keys_channels: Channels  # channels of keys and values
+    # channels of queries and results only, because inside a pass their order is by layer and not by the
     # program
     channels: Channels
-    timeline: Timeline  # learns what was waiting
+    timeline: Timeline  # records waits
     device: torch.device
     keep: bool = False  # whether helpers add up the gradients of the keys and values that they keep
     always: bool = False  # whether every pass counts as one with exchange
@@ -152,8 +152,8 @@ class ContextExchange:
 
         Args:
             modules: Slice attention of every chunk, in layer order.
-            models: The chunks, not wrapped.
-            kernels: Names of the attention kernels to choose from; nothing for all.
+            models: The chunks, without wrappers.
+            kernels: Names of the attention kernels to choose from; empty for all.
         """
         self._kernels = kernels
         self._modules = [chunk[: self.layers] for chunk in modules]
@@ -174,7 +174,7 @@ class ContextExchange:
         )
 
     def shape(self, op: RankOp) -> helper.AttentionShape:
-        """Returns what the layers work on in an operation's pass: the heads that two ranks have in common."""
+        """Returns the shape of attention in an operation's pass, for the heads that two ranks have in common."""
         whole, groups = self._shape, op.hi - op.lo
         assert whole is not None, "the models are not attached"
         heads, batch = groups * whole.heads // whole.groups, self._sequences(op.microbatch)
@@ -182,7 +182,7 @@ class ContextExchange:
         return replace(whole, slice_tokens=tokens, batch=batch, groups=groups, heads=heads)
 
     def first_token(self, op: RankOp, unit: int) -> int:
-        """Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
+        """First token of a unit of an operation, as the rank that owns the keys numbers its tokens."""
         return self.units.first(self.rank if op.kind in OWNERS else op.peer, op.microbatch, unit)
 
     def of_heads(self, op: RankOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -195,15 +195,15 @@ class ContextExchange:
     # -- operations of the program ---------------------------------------------------------------
 
     def begin(self, forward_only: bool) -> None:
-        """An iteration of training or evaluation begins."""
+        """Begin an iteration of training or evaluation."""
         self._keys, self.returned, self._limits = self._modes[forward_only], self._returned, None
 
     def begin_limited(self, program: RankProgram, limits: helper.Limits) -> None:
-        """An iteration begins whose documents or windows limit what slices see.
+        """Begin an iteration whose documents or windows limit the attention of slices.
 
         Args:
-            program: This rank's, made for it.
-            limits: What slices see.
+            program: This rank's program for the iteration.
+            limits: The limits of attention.
         """
         self._keys, self._limits = self._held_keys(program), limits
         self.returned = helper.returned_units(program, Kind.ATTEND_GIVE_BACKWARD, self.keep)
@@ -221,11 +221,11 @@ class ContextExchange:
             self._gives.append(op)
         elif op.kind in HELPS:
             self._help(op)
-        elif self._gives:  # what is merged came back inside the pass; here its result is complete
+        elif self._gives:  # ATTEND_MERGE: the pass has merged the results already
             raise ExchangeError(f"{op.label} before its pass")
 
     def _help(self, op: RankOp) -> None:
-        """Noted for the pass that follows; in a slot without a pass the last one does the work."""
+        """Note an ATTEND_HELP for the pass that follows; the last one of a slot without a pass computes here."""
         self._helps.append(op)
         if not op.is_final_piece:
             return
@@ -241,7 +241,7 @@ class ContextExchange:
                 slot.done += 1
 
     def joint(self, op: RankOp) -> contextlib.AbstractContextManager[Any]:
-        """Around a FORWARD or BACKWARD: the gives and helps noted before it belong to it."""
+        """Context around a FORWARD or BACKWARD, to which the gives and helps noted before it belong."""
         for give in self._gives:
             if give.key != op.key or (give.kind in _BACKWARD) != (op.kind in _BACKWARD):
                 raise ExchangeError(f"{give.label} is not for {op.label}, which follows it")
@@ -269,11 +269,11 @@ class ContextExchange:
         """Begin a layer: send its query to all helpers, and post the receives of others' queries.
 
         Args:
-            tensors: What is sent, with all heads of this rank.
-            expected: Shapes and types of what comes back, by what is given; None where nothing is given.
+            tensors: Tensors to send, with all heads of this rank.
+            expected: Returns shapes and types of the results of an ATTEND_GIVE; None if no attention is given away.
 
         Returns:
-            Tokens given away.
+            Tokens to which helpers attend.
         """
         slot = self.slot
         if slot is None:
@@ -282,7 +282,7 @@ class ContextExchange:
         queries = [s.message(s.backward_query() if slot.is_backward else s.forward_query()) for s in shapes]
         packed = [self.of_heads(op, tensors) for op in slot.gives]
         slot.results = [self.shape(op).message(expected(op)) for op in slot.gives if expected is not None]
-        # Nothing from here to the last post makes the host wait for the device.
+        # From here to the last post no call makes the host wait for the device.
         slot.moment = self.channels.moment(self.device)
         for op, buffer in zip(slot.helps, queries, strict=True):
             slot.queries.append(Message(buffer, self.channels.receive(buffer, op.peer, op.label)))
@@ -296,7 +296,7 @@ class ContextExchange:
         return self.first_token(slot.gives[0], first), self.first_token(slot.gives[0], end)
 
     def results(self) -> Iterator[tuple[RankOp, torch.Tensor]]:
-        """End a layer: send what was made for others, and wait for what comes back."""
+        """End a layer: send the results for others, and yield this rank's results from helpers as they arrive."""
         slot = self.slot
         if slot is None:
             return
@@ -310,7 +310,7 @@ class ContextExchange:
             yield op, buffer
 
     def help(self, kernel: Kernel, scale: float) -> None:
-        """Attend, or differentiate, for others in the current layer."""
+        """Compute attention, or its gradients, for others in the current layer."""
         slot = self.slot
         if slot is None:
             return
@@ -332,13 +332,13 @@ class ContextExchange:
         slot.answers.clear()
 
     def _expect_results(self, slot: Slot) -> None:
-        """Post the receives of what comes back in this layer."""
+        """Post the receives of results from helpers in this layer."""
         if not slot.expected:
             posts = zip(slot.gives, slot.results, strict=True)
             slot.expected = [self.channels.receive(to, op.peer, op.label, slot.moment) for op, to in posts]
 
     def _attend(self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float) -> torch.Tensor:
-        """The answer to a query: log-sum-exp and output."""
+        """The result for a query: log-sum-exp and output."""
         parts = self._keys.parts(op, layer)
         (query,) = unpack(message, self.shape(op).forward_query())
         if self._limits is None:
@@ -351,7 +351,7 @@ class ContextExchange:
     def _attend_backward(
         self, op: RankOp, layer: int, message: torch.Tensor, kernel: Kernel, scale: float
     ) -> torch.Tensor:
-        """The answer to a gradient: those of the query, and of the keys and values that return now."""
+        """The result for a gradient: gradients of the query, and of the keys and values that are returned now."""
         parts = self._keys.parts(op, layer)
         lse, grad, query, out = unpack(message, self.shape(op).backward_query())
         if self._limits is None:
@@ -364,11 +364,11 @@ class ContextExchange:
     # -- life ----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The iteration is done: everything has left and nothing is held.
+        """Check at the end of an iteration that no attention is pending and no keys are held.
 
         Raises:
-            ExchangeError: Attention was given or promised for a pass that did not come.
-            RuntimeError: Keys and values of others are left.
+            ExchangeError: Attention was given or promised for a pass that did not run.
+            RuntimeError: Keys and values of others are still held.
         """
         self.channels.wait_sends()
         if self._gives or self._helps:
@@ -376,14 +376,14 @@ class ContextExchange:
         self._keys.check_empty()
 
     def close(self) -> None:
-        """Destroy the groups of queries and results, and let go of what is held."""
+        """Destroy the groups of queries and results, and free what is held."""
         for keys in (*self._modes.values(), self._keys):
             keys.clear()
         self.channels.close()
 
 
 class _Layer(LayerExchange):
-    """One layer's view of the exchange."""
+    """The exchange of one layer."""
 
     def __init__(self, exchange: ContextExchange, layer: int) -> None:
         self._exchange = exchange
@@ -435,11 +435,11 @@ class _Layer(LayerExchange):
         self._done()
 
     def _results(self, expected: Callable[[RankOp], Any]) -> Iterator[list[tuple[RankOp, list[torch.Tensor]]]]:
-        """Yields what comes back, parts of one device together: its ranks have different heads of the same units."""
+        """Yields results grouped by helper device, whose ranks have different heads of the same units."""
         for _, results in groupby(self._exchange.results(), key=lambda result: (result[0].start, result[0].stop)):
             yield [(op, unpack(buffer, expected(op))) for op, buffer in results]
 
     def _tokens(self, op: RankOp) -> int:
-        """Tokens whose gradients come back."""
+        """Number of tokens whose gradients are returned."""
         at = self._exchange.first_token
         return sum(at(op, stop) - at(op, start) for start, stop in self._exchange.returned[op])

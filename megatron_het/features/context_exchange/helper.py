@@ -1,8 +1,8 @@
-"""The tensors of the attention context exchange (section 4.2): what is packed and computed for others.
+"""The tensors of the attention context exchange (section 4.2): messages, and attention for others.
 
-Keys and values travel ahead of time, queries when they are made; the helper merges its own parts and returns
+Keys and values are sent ahead of time, queries when they are computed.  The helper merges its own parts and returns
 one output and log-sum-exp.  In the backward pass the owner's merged output and log-sum-exp make the
-helper's gradients exact.  Everything that goes to one device at one time is one message of bytes.
+helper's gradients exact.  All tensors to one device at one time are one message of bytes.
 """
 
 import math
@@ -30,7 +30,7 @@ Part = tuple[Tensor, Tensor]  # output ``[s, b, heads, d]`` and log-sum-exp ``[b
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Holds what an attention layer of this rank works on, or the heads of it that another rank attends for."""
+    """Shape of an attention layer of this rank, or of those of its heads for which another rank attends."""
 
     slice_tokens: int  # tokens per slice
     batch: int
@@ -56,7 +56,7 @@ class AttentionShape:
         return self.batch, self.heads, self.slice_tokens
 
     def keys(self, tokens: int) -> tuple[int, ...]:
-        """Shape of the keys, or the values, of so many tokens."""
+        """Shape of the keys, or the values, of ``tokens`` tokens."""
         return tokens, self.batch, self.groups, self.channels
 
     def message(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensor:
@@ -65,19 +65,19 @@ class AttentionShape:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def forward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns what the owner sends in a forward pass: the query."""
+        """Returns shape and type of the owner's message in a forward pass: the query."""
         return [(self.query, self.dtype)]
 
     def forward_result(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns what it gets back: log-sum-exp and output."""
+        """Returns shapes and types of the result: log-sum-exp and output."""
         return [(self.lse, self.lse_dtype), (self.query, self.dtype)]
 
     def backward_query(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns what the owner sends in a backward pass: log-sum-exp, gradient, query, output."""
+        """Returns shapes and types of the owner's message in a backward: log-sum-exp, gradient, query, output."""
         return [(self.lse, self.lse_dtype), *[(self.query, self.dtype)] * 3]
 
     def backward_result(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns what it gets back: gradients of the query and of so many keys and values."""
+        """Returns shapes and types of the result: gradients of the query and of ``tokens`` keys and values."""
         return [(self.query, self.dtype), *[(self.keys(tokens), self.dtype)] * 2]
 
 
@@ -89,7 +89,7 @@ def joined_heads(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def head_dim(tensor: Tensor) -> int:
-    """Where the heads, or groups, are: log-sum-exps have three dimensions."""
+    """Dimension of the heads, or groups; log-sum-exps have three dimensions."""
     return 1 if tensor.dim() == 3 else 2
 
 
@@ -118,21 +118,21 @@ def attend_backward(
     return total.total.to(mine[1].dtype), dk, dv
 
 
-# Attention for another device where documents or a sliding window limit what its queries reach.
+# Attention for another device if documents or a sliding window limit its queries.
 #
-# The helper knows what is reached as the owner does, and makes the same blocks (``attention/calls.py``).
+# The helper has the same limits as the owner, and makes the same blocks (``attention/calls.py``).
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Whose attention it is."""
+    """Limits of the owner's attention, and the tokens of its queries and keys."""
 
-    reach: Reach  # what limits it
-    rows: tuple[Span, ...]  # tokens of the sequence that the queries are, in the order of their rows
+    reach: Reach  # documents and window
+    rows: tuple[Span, ...]  # tokens of the queries in the sequence, in the order of their rows
     keys: tuple[Span, ...]
 
     def calls(self, query: Tensor, keys: Tensor, values: Tensor) -> Iterator[Call]:
-        """The calls of the kernel that the owner would make."""
+        """Yields the kernel calls that the owner would make."""
         at: dict[Span, int] = {}
         for span in self.keys:
             at[span] = sum(end - first for first, end in at)
@@ -151,7 +151,7 @@ class Reached:
 def attend_reached(
     query: Tensor, parts: Sequence[Part], reached: Reached, kernel: Kernel, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output in the query's type and log-sum-exp; of queries that reach nothing zero, and minus infinity."""
+    """Output in the query's type and log-sum-exp; zero and minus infinity for queries that reach no keys."""
     rows = Attended(query, has_blanks=True)
     rows.attend(reached.calls(query, *_joined(parts)), kernel, scale)
     return rows.out.to(query.dtype), rows.lse
@@ -164,8 +164,8 @@ def attend_reached_backward(
 
     Args:
         mine: Gradient of the owner's output, its query, its whole output and its whole log-sum-exp.
-        parts: (keys, values) that the queries attend to here.
-        reached: Whose attention it is.
+        parts: (keys, values) to which the queries attend here.
+        reached: Limits of the owner's attention.
     """
     query, (keys, values) = mine[1], _joined(parts)
     sums = Sum(query), Sum(keys), Sum(values)
@@ -179,17 +179,17 @@ def _joined(parts: Sequence[Part]) -> Part:
     return keys, values
 
 
-# What the slices of an iteration see, where documents or sliding windows limit it, for those who attend for others.
+# Limits of slices' attention by documents or sliding windows in an iteration, for devices that attend for others.
 
 
 @dataclass(eq=False)
 class Limits:
-    """Holds what the slices of one iteration see."""
+    """Limits of the slices' attention in one iteration."""
 
     placement: Placement
-    side: Callable[[int], Side]  # how the replica of a world rank divides a slice
-    units: Units  # which tokens slices and their exchange units are
-    # by layer of the model with attention, how many earlier tokens a query sees; None for all
+    side: Callable[[int], Side]  # returns how the replica of a world rank divides a slice
+    units: Units  # tokens of slices and their exchange units
+    # number of earlier tokens that a query sees, by layer of the model with attention; None for all
     windows: Sequence[int | None]
     # where the documents of each sequence of a microbatch begin; None if documents do not matter
     starts: Callable[[int], tuple[Starts, ...] | None]
@@ -198,17 +198,17 @@ class Limits:
         self._first_layers = first_layers(self.placement)
 
     def reached(self, op: RankOp, layer: int, ranges: Sequence[Span]) -> Reached:
-        """Returns what an ATTEND_HELP attends to.
+        """Returns the limits and tokens for an ATTEND_HELP.
 
         Args:
-            op: For the pass of the rank ``op.peer``.
+            op: The operation for the pass of rank ``op.peer``.
             ranges: Units of the owner, in the order of their keys and values.
         """
         where = self.placement.locate(op.peer)
         first, end = self.units.slice(op.microbatch, op.slice)
         blocks = self.side(op.peer).blocks(end - first)
         count = len(blocks)
-        # Rows are those of the other ranks that share the slice, from the next one on, and then the owner's.
+        # The rows of the other ranks that share the slice come first, from the next rank on, and then the owner's.
         ranks = [(where.cp_rank + k) % count for k in range(1, count + 1)]
         rows = tuple((first + a, first + b) for rank in ranks for a, b in blocks[rank])
         keys = tuple(span for units in ranges for span in self._spans(op, where.cp_rank, units))
@@ -216,7 +216,7 @@ class Limits:
         return Reached(Reach(self.starts(op.microbatch), window), rows, keys)
 
     def _spans(self, op: RankOp, part: int, units: Span) -> Iterator[Span]:
-        """Tokens of the sequence that are in some units of an operation's owner, which is a context-parallel rank."""
+        """Yields the tokens of the sequence in some units of an operation's owner, a context-parallel rank."""
         each, side = self.units.units, self.side(op.peer)
         start, stop = (self.units.first(op.peer, op.microbatch, unit) for unit in units)
         for index in range(units[0] // each, -(-units[1] // each)):
@@ -243,15 +243,15 @@ def first_layers(placement: Placement) -> Mapping[tuple[int, int], int]:
 
 # Keys and values of the context exchange: sent ahead, kept at the helper as long as the program needs them.
 #
-# Where the helper keeps them for several passes, it also adds up their gradients, and returns those of a unit
-# with the last pass that uses it.
+# If the helper keeps them for several passes, it also sums their gradients, and returns those of a unit
+# with the last pass that uses the unit.
 
 _SOURCE = {Kind.ATTEND_HELP: Kind.KV_RECV, Kind.ATTEND_HELP_BACKWARD: Kind.KV_RECV_BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Units ``[start, stop)`` of a sequence, from what one operation received."""
+    """Units ``[start, stop)`` of a sequence, from the keys that one operation received."""
 
     source: RankOp
     start: int
@@ -260,17 +260,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class KeyUses:
-    """Which received keys every ATTEND_HELP uses, and which it is the last to use."""
+    """Received keys that every ATTEND_HELP uses, and those that it is the last to use."""
 
     uses: dict[RankOp, tuple[Use, ...]]  # by ATTEND_HELP operation
-    last: dict[RankOp, tuple[RankOp, ...]]  # by ATTEND_HELP operation: what may go after it
+    last: dict[RankOp, tuple[RankOp, ...]]  # by ATTEND_HELP operation: receives whose keys are freed after it
 
     @classmethod
     def of(cls, program: RankProgram) -> "KeyUses":
-        """From a rank's program.
+        """Finds the uses in a rank's program.
 
-        The same units may be on their way for the next slot already; what was sent for a pass is
-        used for that pass, and only what was not is taken from earlier ones.
+        The same units may already have been sent for the next slot.  Keys that were sent for a pass are
+        used for that pass; other units are taken from earlier receives.
 
         Raises:
             ValueError: Units that were never received.
@@ -292,7 +292,7 @@ class KeyUses:
 
 
 def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
-    """Where the units of an ATTEND_HELP come from."""
+    """The receives that brought the units of an ATTEND_HELP."""
     mine = [r for r in received if r.kind == _SOURCE[op.kind] and r.slice == op.slice]
     sources = {}
     for unit in range(op.start, op.stop):
@@ -305,7 +305,7 @@ def _cover(op: RankOp, received: Sequence[RankOp]) -> tuple[Use, ...]:
 
 
 FirstToken = Callable[[RankOp, int], int]
-"""Where a unit of what an operation moves or attends to begins, as the rank counts that owns it."""
+"""Returns the first token of a unit of an operation, as the rank that owns the keys numbers its tokens."""
 Ranges = tuple[tuple[int, int], ...]  # ranges ``[start, stop)`` of units
 
 
@@ -336,9 +336,9 @@ class ExchangedKeys:
 
     Args:
         program: This rank's training or evaluation program.
-        first_token: Where units begin among the tokens of the rank that owns the keys.
-        channels: Carry them.
-        keep: Whether gradients are added up here until the last pass.
+        first_token: Returns the first token of a unit, among the tokens of the rank that owns the keys.
+        channels: Channels of keys and values.
+        keep: Whether gradients are summed here until the last pass.
     """
 
     def __init__(self, program: RankProgram, first_token: FirstToken, channels: Channels, keep: bool = False) -> None:
@@ -354,7 +354,7 @@ class ExchangedKeys:
         self._pending: dict[RankOp, PendingReceive] = {}
 
     def send(self, op: RankOp, modules: Sequence[SliceCoreAttention], shape: AttentionShape) -> None:
-        """Send what an operation names, of all layers of the chunk ``modules``."""
+        """Send the keys and values of an operation, for all layers of the chunk ``modules``."""
         start, stop = self._first_token(op, op.start), self._first_token(op, op.stop)
         tensor = self._empty(op, len(modules), shape)
         for layer, module in enumerate(modules):
@@ -362,13 +362,13 @@ class ExchangedKeys:
         self._channels.send(tensor, op.peer, op.label)
 
     def receive(self, op: RankOp, layers: int, shape: AttentionShape) -> None:
-        """Post the receive of what an operation names."""
+        """Post the receive of an operation's keys and values."""
         tensor = self._empty(op, layers, shape)
         self._held[op] = tensor
         self._pending[op] = self._channels.receive(tensor, op.peer, op.label)
 
     def wait(self, op: RankOp) -> None:
-        """Wait for everything that an ATTEND_HELP needs."""
+        """Wait for all keys and values that an ATTEND_HELP needs."""
         for use in self._plan.uses[op]:
             pending = self._pending.pop(use.source, None)
             if pending is not None:
@@ -387,7 +387,7 @@ class ExchangedKeys:
         return tuple((use.start, use.stop) for use in self._plan.uses[op])
 
     def collect(self, op: RankOp, layer: int, grad_keys: Tensor, grad_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the gradients that an ATTEND_HELP_BACKWARD made of its units; gives those to return now."""
+        """Add an ATTEND_HELP_BACKWARD's gradients of its units; returns those to send back now."""
         uses = self._plan.uses[op]
         if not self._keep or self._shared.isdisjoint(use.source for use in uses):
             return grad_keys, grad_values
@@ -413,23 +413,23 @@ class ExchangedKeys:
         return keys, values
 
     def _rows(self, use: Use, start: int, stop: int) -> slice:
-        """Rows of units ``[start, stop)`` in what a use's source brought."""
+        """Rows of units ``[start, stop)`` in the tensors that a use's source received."""
         first = self._first_token(use.source, use.source.start)
         return slice(self._first_token(use.source, start) - first, self._first_token(use.source, stop) - first)
 
     def drop(self, op: RankOp) -> None:
-        """Let go of what nothing after an ATTEND_HELP needs."""
+        """Free the keys and values that no operation after an ATTEND_HELP needs."""
         for source in self._plan.last.get(op, ()):
             del self._held[source]
             self._gradients.pop(source, None)
 
     def check_empty(self) -> None:
-        """Raise if anything is held."""
+        """Raise if keys and values are held."""
         if self._held:
             raise RuntimeError(f"keys and values of other devices are left: {[op.label for op in self._held]}")
 
     def clear(self) -> None:
-        """Forget everything, after a failed step."""
+        """Free all keys and values, after a failed step."""
         self._held.clear()
         self._gradients.clear()
         self._pending.clear()

@@ -1,8 +1,8 @@
-"""Operations of the context exchange, and what they mean for programs: what passes of a slot do for each other.
+"""Kinds of operations of the context exchange, with their dependencies, costs and rules.
 
-The owner of a pass needs partial results in the middle of every layer, and its helper makes them in the middle of its
-own layers.  Neither pass can end before the other has begun: all passes of a slot between which attention moves, and
-the attention of devices without a pass, are one event (``schedule/joint.py``).
+The owner of a pass needs partial results in the middle of every layer, and its helper computes them in the middle of
+its own layers.  Neither pass can end before the other has begun.  So all passes of a slot between which attention
+moves, and the attention of devices without a pass, are one event (``schedule/joint.py``).
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -48,20 +48,20 @@ KV_BACKWARD = Value("the keys and values (backward)", for_a_peer=True)
 
 
 def exchanged_layers(layers: Iterable[Iterable[int]]) -> int:
-    """In how many layers of a chunk attention is exchanged, from its first: as many as the smallest chunk has.
+    """Number of layers, from a chunk's first, in which attention is exchanged: that of the smallest chunk.
 
     Args:
-        layers: With attention, of every chunk, by stage.
+        layers: Number of layers with attention of every chunk, by stage.
     """
     return min(count for row in layers for count in row)
 
 
-# Values that they need.
+# Values that the operations need.
 
 
 def _keys(deps: Dependencies) -> Rule:
     def needs(device: int, op: Op) -> list[Need]:
-        if _newest_slice(deps, op) >= op.slice:  # its own keys: made in this very pass
+        if _newest_slice(deps, op) >= op.slice:  # the slice's own keys are computed in this very pass
             return deps.input(device, op)
         return [_newest_keys(deps, device, op)]
 
@@ -85,7 +85,7 @@ def _by_helper(value: Value) -> Needs:
     return Needs(lambda deps: lambda device, op: [(op.peer, (value, op.microbatch, op.slice, op.chunk, device))])
 
 
-# Keys and values of others are there from their receive on.
+# Keys and values of other devices exist from their receive on.
 
 
 class Keys(State):
@@ -97,11 +97,11 @@ class Keys(State):
         self._travel = not kinds.isdisjoint(_ARRIVALS)
 
     def arrive(self, node: int, op: Op, found: list[int]) -> None:
-        """They are received."""
+        """Add received units."""
         self._received.setdefault((op.peer, op.microbatch, op.peer_chunk), set()).update(range(op.start, op.stop))
 
     def use(self, node: int, op: Op, found: list[int]) -> None:
-        """Attention for others needs the owner's, of this pass or kept from an earlier one."""
+        """Check that attention for others has the owner's keys, received for this pass or kept from an earlier one."""
         have = self._received.get((op.peer, op.microbatch, op.peer_chunk), set())
         lacking = set(range(op.start, op.stop)) - have
         if self._travel and lacking:
@@ -112,14 +112,14 @@ class Keys(State):
 
 
 def _share_of_units(costs: Costs, whole: float, op: Op, slices: int, units: int) -> float:
-    """Returns what an operation has of a figure of the attention of a microbatch."""
+    """Returns an operation's share of ``whole``, a figure of a microbatch's attention."""
     if costs.parts:
         return whole * sum(costs.parts[op.microbatch][op.slice].units[op.start : op.stop])
     return (op.stop - op.start) * whole / (units * costs.attention_total(slices))
 
 
 def _key_bytes(costs: Costs, program: Program, source: int, op: Op) -> float:
-    """Bytes of keys and values that are sent at once: a share of what is equal for all tokens."""
+    """Bytes of keys and values in one message: in proportion to its tokens."""
     whole, units = at(costs.kv_message_bytes, source, op.peer_chunk), program.attention_units
     if not costs.parts:
         return whole * (op.stop - op.start) / (units * program.shape.slices)
@@ -148,13 +148,13 @@ class _Attention:
         return self._costs.attention_backward_s if backward else self._costs.attention_forward_s
 
     def given(self, device: int, op: Op) -> float:
-        """Attention over the units ``[start, stop)`` that this device does not have to do itself."""
+        """Time of attention over the units ``[start, stop)`` that this device saves."""
         layers = self._shape.attention_layers[self._shape.devices[device].stage][op.chunk]
         whole = self._exchanged / max(1, layers) * at(self._table(op), device, op.chunk)
         return _share_of_units(self._costs, whole, op, self._slices, self._units)
 
     def helped(self, device: int, op: Op) -> float:
-        """Time a helper spends: its own speed for attention, times the layers that take part."""
+        """Time that a helper spends, by its own speed of attention and the number of exchanging layers."""
         table = self._table(op)
         own_layers = sum(self._shape.attention_layers[self._shape.devices[device].stage])
         if not table or not own_layers:
@@ -164,7 +164,7 @@ class _Attention:
 
 
 def _merged(prices: Prices) -> Callable[[int, Op], float]:
-    """Query out and partial output back, as far as they are not hidden: both, at full length."""
+    """Time of sending the query and receiving the partial output, neither of which is hidden."""
 
     def seconds(device: int, op: Op) -> float:
         link = prices.costs.link(device, op.peer)
@@ -245,18 +245,18 @@ add_kinds({
 EXCHANGE = executed_by("context_exchange")
 HELPS = frozenset({Kind.ATTEND_HELP, Kind.ATTEND_HELP_BACKWARD})
 OWNERS = frozenset(kind for kind in EXCHANGE if not kind.fields.of_peer)
-"""Those of the device whose attention is exchanged; the others are the helper's."""
+"""Kinds of the device that owns the attention; the other kinds are the helper's."""
 _ARRIVALS = frozenset({Kind.KV_RECV, Kind.KV_RECV_BACKWARD})
 _MARKS = EXCHANGE - HELPS - where(lambda kind: kind.stream in (Stream.SEND, Stream.RECEIVE))
 
 
 @dataclass(frozen=True, slots=True)
 class JointSlot:
-    """Holds what happens in a slot."""
+    """Passes and helpers of a slot."""
 
     passes: dict[int, Op]  # the pass of each device that has one
-    # the ATTEND_HELP operations of each device that has none, in list order.  The last one does the work of all,
-    # because the owners go on layer by layer at the same time.
+    # the ATTEND_HELP operations of each device without a pass, in list order.  The last one computes all of them,
+    # because the owners run layer by layer at the same time.
     idle: dict[int, tuple[Op, ...]]
     helped: frozenset[tuple[int, int]]  # (owner, helper) of every move
 
@@ -269,7 +269,7 @@ def joint_slots(program: Program) -> list[JointSlot]:
     """The slots of a program with exchange, in their order.
 
     Raises:
-        ValueError: its passes are not aligned in slots, or it attends for a pass that does not exist.
+        ValueError: the passes are not aligned in slots, or a device attends for a pass that does not exist.
     """
     slots = aligned_slots(program)
     slot_of = {(d, op): i for i, (_, _, passes) in enumerate(slots) for d, op in passes.items()}
@@ -299,14 +299,14 @@ def _nodes(graph: Graph) -> dict[tuple[int, Op], int]:
 
 
 class ExchangeRules(Rules):
-    """Passes of a slot go on together."""
+    """Rules for passes of a slot, which run jointly."""
 
     def lockstep(self, graph: Graph, duration: list[float]) -> None:
-        """Makes every slot wait for all of the slot before it, which makes transfers projections of one order too."""
+        """Make every slot wait for all of the slot before, so that transfers follow one global order, too."""
         if not graph.program.attention_units:
             return
         nodes = _nodes(graph)
-        before: dict[int, list[int]] = {}  # by replica: pipelines go on by themselves
+        before: dict[int, list[int]] = {}  # by replica: separate pipelines are independent
         for slot in joint_slots(graph.program):
             present = [*slot.passes, *slot.idle]
             pipeline = graph.program.devices[present[0]].replica
@@ -318,7 +318,7 @@ class ExchangeRules(Rules):
             before[pipeline] = now
 
     def joined(self, graph: Graph) -> tuple[Set[int], list[tuple[int, int]]]:
-        """Owner and helper of every move come to their slot as one event."""
+        """Joins owner and helper of every move into one event of their slot."""
         if not graph.program.attention_units:
             return frozenset(), []
         nodes, pairs = _nodes(graph), []
@@ -331,14 +331,14 @@ class ExchangeRules(Rules):
         return skipped, pairs
 
     def busy(self, program: Program, device: int) -> Set[Op]:
-        """Attention for others in a slot without a pass of its own."""
+        """The operations that attend for others in slots without a pass of the device's own."""
         events = (slot.event(device) for slot in (joint_slots(program) if program.attention_units else ()))
         return frozenset(op for op in events if op is not None and op.kind in HELPS)
 
     def kept_buffers(self, timeline: Timeline, device: int) -> dict[int, tuple[int, int]]:
-        """Keys and values of others: each receive with the last, and the first backward, attention that uses it here.
+        """Buffers of others' keys and values: each receive, with the last and the first backward attention that use it.
 
-        Without any backward, the last one stands for the first backward too.
+        Without a backward, the last one is also the second entry.
         """
         graph = timeline.graph
         if not graph.program.attention_units:
@@ -361,7 +361,7 @@ class ExchangeRules(Rules):
     def volume(self, program: Program, device: int, op: Op) -> float:
         """Query and output (2), or keys and values (2 per slice), of every layer; twice that in the backward.
 
-        As in section 4.2.3: query, output, its gradient and the query's; keys, values and their gradients.
+        These are, as in section 4.2.3: query, output, and their gradients; keys, values and their gradients.
         """
         if op.kind not in EXCHANGE or op.kind in (Kind.ATTEND_MERGE, Kind.ATTEND_MERGE_BACKWARD):
             return 0.0

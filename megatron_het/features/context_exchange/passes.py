@@ -1,4 +1,4 @@
-"""SlimPipe's attention context exchange (section 4.2) as data: who attends for whom, to which keys and values.
+"""Plan of SlimPipe's attention context exchange (section 4.2): which device attends for which, to which keys.
 
 Devices run their forwards in aligned *slots*: in forward slot ``k`` stage ``s`` runs its ``(k - s)``-th
 forward, in backward slot ``k`` its ``(k - (stages - 1 - s))``-th backward.  The attention of slice ``i``
@@ -8,11 +8,11 @@ and some keys and values to one with less, in units of ``1/units`` of a slice.
 The paper pairs devices one to one and moves whole slices.  Here several devices may give to one, because
 pairs cannot keep the promised difference of one slice where two microbatches meet, and units may be smaller
 than a slice, because whole slices leave about 1/(slices + 1) of bubble for an even number of devices.
-Where devices differ in speed or in layers, what passes take decides, not units (:func:`level`).
-Given away are always the earliest keys and values that a slice sees: they need no mask of their own and can be sent
-ahead of time ("early key-value exchange", section 5).  Where documents or sliding windows limit what slices see, units
-count by the attention that they are (``cutting.SlicePart``), and those that a slice does not see stay where they are.
-Units of slices of unequal length count in the same way.
+If devices differ in speed or in layers, times of passes are levelled instead of units (:func:`level`).
+A slice always gives away the earliest keys and values that it sees: they need no mask and can be sent
+ahead of time ("early key-value exchange", section 5).  If documents or sliding windows limit attention, units
+are weighted by their attention (``cutting.SlicePart``), and those that a slice does not see are not sent.
+Units of slices of unequal length are weighted in the same way.
 """
 
 import itertools
@@ -28,29 +28,29 @@ from megatron_het.schedule.joint import aligned_slots
 
 # The context exchange as the balancer of unequal devices (beyond SlimPipe, which has equal ones).
 #
-# The exchange evens out how many units of attention the devices of a slot have (``exchange.rebalance``).  Where devices
-# differ in speed or in layers, equal units are not equal times.  With :class:`PassCosts` the slowest pass of a slot
-# gives units to the device that would end first, as long as that ends the slot earlier.
+# The exchange makes the units of attention on the devices of a slot equal (:func:`rebalance`).  If devices
+# differ in speed or in layers, equal units do not take equal times.  With :class:`PassCosts` the slowest pass of a slot
+# gives units to the device that would end first, as long as the slot then ends earlier.
 
 Shift = tuple[int, int, int]  # (giver, taker, units)
 _DIAGONAL_HALVES = 1
-"""A slice's attention to itself takes half as long as to another slice: kernels skip what is masked."""
+"""A slice's attention to itself takes half as long as to another slice, because kernels skip masked scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Holds what passes take, in any unit of time that is the same for all; backwards take as many times as long."""
+    """Times of forward passes in one unit of time for all; backwards take a constant multiple of them."""
 
-    attention: tuple[int, ...]  # by device, the attention of one layer and slice to the keys and values of one slice
-    rest: tuple[tuple[int, ...], ...]  # by device and chunk, everything else of a pass of one slice
+    attention: tuple[int, ...]  # by device, time of one layer's attention of a slice to the keys of one slice
+    rest: tuple[tuple[int, ...], ...]  # by device and chunk, time of the rest of a slice's pass
 
     @classmethod
     def of(cls, shape: Shape, attention: Sequence[int], rest: Sequence[int]) -> "PassCosts":
-        """From flat lists.
+        """Makes costs from flat lists.
 
         Args:
             attention: One figure per device.
-            rest: One figure per chunk of every device, those of a device side by side.
+            rest: One figure per chunk of every device, in the order of devices.
 
         Raises:
             ValueError: The lists do not fit the shape.
@@ -72,15 +72,15 @@ class PassCosts:
         units: int,
         work: Mapping[int, tuple[float, float, float]] | None = None,
     ) -> dict[int, tuple[float, float]]:
-        """Returns by device what it takes without attention that can be given away, and one unit of that.
+        """Returns for each device its time without attention that can be given away, and the time of one unit.
 
         Args:
             passes: The pass of each device that has one in the slot; the others are idle.
             exchanged: Layers of a chunk in which attention is exchanged.
             units: Exchange units per slice.
-            work: Of each pass, its attention to the slices before it and to itself, and its tokens, where slices are
-                of unequal length or documents or windows limit what they see; an equal slice that sees all of another
-                has 1.
+            work: For each pass its attention to earlier slices and to itself, and its tokens, if slices are of unequal
+                length or documents or windows limit attention; 1 is the attention of an equal slice to all of
+                another.
 
         Returns:
             Both in units of time of ``1 / (2 units)``, so that they are whole numbers without ``work``.
@@ -103,18 +103,18 @@ def level(
     times: Mapping[int, tuple[float, float]],
     work: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Shift]:
-    """Who gives how many units to whom, so that the last device is done as early as possible.
+    """Returns (giver, taker, units) such that the last device ends as early as possible.
 
-    One unit after the other goes from the device that ends last to the one that would end first with it, while that
-    is before the giver's end.  Where units are alike nothing ends earlier than what this finds, and nobody both gives
-    and takes: where a device that has taken units ends last, nobody could take them from it without ending as late.
-    Where they are not, a device that has taken units gives none; what each of its helpers gets is a run of its units.
+    Repeatedly one unit moves from the device that ends last to the device that would end first with it, while that
+    is before the giver's end.  With equal units the result is optimal, and no device both gives and takes: if a device
+    that has taken units ends last, no other could take them from it and end earlier.
+    With unequal units a device that has taken units gives none; each of its helpers gets a run of its units.
 
     Args:
-        loads: Units that each device may give away, or 0; devices that are not named take no part.
-        times: Of every device: its time without these units, and that of one unit.
-        work: Of every device, how much of a whole unit each of its units is, in the order in which it gives them; None
-            where they are alike.
+        loads: Units that each device may give away, or 0; other devices take no part.
+        times: For every device its time without these units, and the time of one unit.
+        work: For every device the sizes of its units in whole units, in the order in which it gives them; None
+            if all are equal.
     """
     sizes = {d: (1,) * count for d, count in loads.items()} if work is None else work
     end = {d: times[d][0] + sum(sizes[d]) * times[d][1] for d in loads}
@@ -142,11 +142,11 @@ def level(
 
 
 def _runs(sizes: Sequence[float], wanted: Sequence[float]) -> list[int]:
-    """How many units in a row add up to what is wanted, as nearly as whole units can.
+    """Divides units into runs whose sums are as near as possible to the wanted ones; returns the lengths of the runs.
 
     Args:
-        sizes: Of the units, in their order; all of them are shared out.
-        wanted: Adds up to the sum of the sizes.
+        sizes: Sizes of the units, in order.
+        wanted: Wanted sums, which add up to the sum of the sizes.
     """
     until, at, found = [0.0, *itertools.accumulate(sizes)], 0, []
     for end in itertools.accumulate(wanted):
@@ -170,7 +170,7 @@ class Move:
     # start, stop: exchange units of the owner's keys and values, counted from the start of the sequence
     start: int
     stop: int
-    # ranges of units whose keys and values travel for it; the rest is kept at the helper from before
+    # ranges of units whose keys and values are sent for it; the helper has kept the others
     sent: tuple[tuple[int, int], ...]
 
 
@@ -181,7 +181,7 @@ class ExchangeSlot:
     index: int  # number among the forward or backward slots
     backward: bool  # which of the two
     passes: dict[int, Op]  # the pass that each device runs, by device; idle devices are absent
-    # units of attention per device before the exchange; parts of units where slices do not see all of them
+    # units of attention per device before the exchange; fractions of units if slices do not see all of them
     loads: tuple[float, ...]
     moves: tuple[Move, ...]
     after: tuple[float, ...]  # units per device after it
@@ -235,7 +235,7 @@ def targets(loads: Mapping[int, int], floors: Mapping[int, int]) -> dict[int, in
     """Loads as equal as the floors allow, differing by at most one unit where no floor binds.
 
     Args:
-        floors: what a device cannot give away.
+        floors: units that a device cannot give away.
     """
     fixed: dict[int, int] = {}
     while True:
@@ -301,8 +301,8 @@ def plan_exchange(
             send only what is new.  Costs memory there, saves most of the traffic.
         pairs: one-to-one and in whole slices, as in the paper, for comparison.
         diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
-        costs: what passes take: slots become as short as possible, where otherwise units become equal.
-        parts: what slices see, by microbatch and slice; empty where each sees all before it.
+        costs: times of passes, to make slots as short as possible; without them units are made equal.
+        parts: the attention of slices, by microbatch and slice; empty if each sees all tokens before it.
 
     Raises:
         ValueError: microbatches that change between replicas, units below 1, passes that are not aligned, or costs
@@ -351,17 +351,17 @@ def plan_exchange(
 
 @dataclass(frozen=True, slots=True)
 class _Offers:
-    """Holds what the devices of a slot have, and what they agree on."""
+    """Units of the devices of a slot, and the agreed moves."""
 
     loads: dict[int, float]
     agreed: list[tuple[int, int, int]]  # (giver, taker, units)
-    # the first unit that a device gives away, if not the first of all
+    # the first unit that a device gives away, if not unit 0
     first: dict[int, int] = field(default_factory=dict)
-    # how much of a whole unit each unit of a device is, from its first on, if not 1
+    # sizes of a device's units in whole units, from its first on, if not 1
     work: dict[int, Sequence[float]] = field(default_factory=dict)
 
     def work_of(self, device: int, start: int, stop: int) -> float:
-        """Whole units that some units of a device are."""
+        """Size of units ``[start, stop)`` of a device, in whole units."""
         if device not in self.work:
             return stop - start
         first = self.first[device]
@@ -378,7 +378,7 @@ def _offers(
     diagonal: bool,
     pairs: bool,
 ) -> _Offers:
-    """Where every slice sees all before it."""
+    """The offers of a slot if every slice sees all tokens before it."""
     loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in busy}
     floors = {d: 0 if diagonal or d not in passes else units for d in loads}
     if costs is not None:
@@ -392,12 +392,12 @@ def _offers(
 def _limited_offers(
     program: Program, passes: Mapping[int, Op], busy: Sequence[int], units: int, costs: PassCosts | None, parts: Parts
 ) -> _Offers:
-    """Where documents and windows limit what slices see, or slices are of unequal length.
+    """The offers of a slot if documents or windows limit attention, or slices are of unequal length.
 
-    Without ``costs`` slices of equal work are leveled with the rest of their passes: longer ones have less attention.
+    Without ``costs``, slices of equal work are levelled with the rest of their passes: longer ones have less attention.
     """
     slices = program.shape.slices
-    whole = 2 / (slices * slices * units)  # share of a sequence's attention that a unit is which all of a slice sees
+    whole = 2 / (slices * slices * units)  # a unit's share of a sequence's attention, if all of a slice sees it
     first = dict[int, int]()
     work: dict[int, Sequence[float]] = dict.fromkeys(busy, ())
     before, own, rest = (dict.fromkeys(busy, 0.0) for _ in range(3))

@@ -33,8 +33,8 @@ class ContextExchangeFeature(feature.RuntimeFeature):
     sequences: Callable[[int], int]
     args: Any
     device: torch.device
-    # makes the program of an iteration in which documents or windows limit what slices see, or slices are of unequal
-    # length; None where all slices of all iterations are alike
+    # makes the program of an iteration in which documents or windows limit attention, or slices are of unequal
+    # length; None if all slices of all iterations are equal
     limited: "LimitedPrograms | None"
 
     def handlers(self) -> Mapping[Kind, feature.Handler]:
@@ -50,7 +50,7 @@ class ContextExchangeFeature(feature.RuntimeFeature):
         self.exchange.begin(call.forward_only)
 
     def program(self, call: feature.Call, program: RankProgram) -> RankProgram:
-        """With documents, windows and slices of unequal length, that of what the slices of this iteration see."""
+        """Returns the program of this iteration, made for its documents, windows and lengths of slices if needed."""
         if self.limited is None:
             return program
         made = self.limited.program(call.forward_only)
@@ -77,13 +77,13 @@ class ContextExchangeFeature(feature.RuntimeFeature):
 
 
 class LimitedPrograms:
-    """This rank's programs, made anew for what the slices of an iteration see.
+    """This rank's programs, made anew for the attention of slices in an iteration.
 
-    Every rank knows where the documents of all microbatches begin, and makes the same program of them.
+    Every rank has the document starts of all microbatches, and makes the same program from them.
 
     Args:
-        context: What the feature is opened with; its batches know how sequences are cut, and where documents begin.
-        units: Which tokens exchange units are.
+        context: The feature's context; its batches have the cutting of sequences and the starts of documents.
+        units: Tokens of exchange units.
     """
 
     def __init__(self, context: feature.OpenContext, units: Units) -> None:
@@ -94,14 +94,14 @@ class LimitedPrograms:
         self._made: dict[bool, tuple[Parts, RankProgram]] = {}
         windows = windows_of(context.args)
         self.limits = Limits(context.placement, context.boundaries.side, units, windows, self._batches.starts)
-        """What slices see, for those who attend for others."""
+        """Limits of the slices' attention, for devices that attend for others."""
         self.pairs = self._pairs()
-        """Ranks that may attend for each other, both ways: all of a pipeline that share heads."""
+        """Pairs of ranks that may attend for each other, in both directions: all of a pipeline with common heads."""
         self.channels = context.new_channels("keys and values", self.pairs, _PENDING_SENDS)
-        """For keys and values: those of the pipeline connect only ranks that the plan's own programs connect."""
+        """Channels for keys and values; the pipeline's connect only ranks that transfer in the plan's own programs."""
 
     def program(self, forward_only: bool) -> RankProgram:
-        """The program of an iteration whose documents are known."""
+        """Returns the program of an iteration after its documents are known."""
         microbatches = range(self._context.programs[forward_only].shape.microbatches)
         parts = tuple(self._batches.slice_parts(microbatch, self._units) for microbatch in microbatches)
         if forward_only not in self._made or self._made[forward_only][0] != parts:
@@ -123,7 +123,7 @@ class LimitedPrograms:
 
 
 def windows_of(args: Any) -> list[int | None]:
-    """How many earlier tokens a query sees in each layer with attention; None for all."""
+    """Number of earlier tokens that a query sees, for each layer with attention; None for all."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     size, numbers = getattr(args, "window_size", None), family_of(args).attention_numbers(args)
@@ -152,7 +152,7 @@ def open_feature(context: feature.OpenContext) -> feature.RuntimeFeature:
         timeline=context.timeline,
         device=context.platform.device,
         keep=options.keep,
-        # A replica of fewer ranks gives attention to one of those that share a slice, and all of these send alike.
+        # A replica with fewer ranks gives attention to one of the ranks that share a slice, and all of them send alike.
         always="cp" in context.groups.by_role and len({r.cp for s in plan.stages for r in s.replicas}) > 1,
     )
     return ContextExchangeFeature(exchange, plan.training.sequences, args, context.platform.device, limited)

@@ -1,4 +1,4 @@
-"""The attention context exchange, and what it cannot be combined with (SlimPipe, section 4.2)."""
+"""Options, checks and costs of the attention context exchange (SlimPipe, section 4.2)."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -13,38 +13,38 @@ from megatron_het.schedule.cost import Costs, PerChunk
 from megatron_het.schedule.cutting import Bounds, Parts
 from megatron_het.schedule.ir import SLICED_SCHEDULES, Program
 
-# Which tokens of a rank the units of the context exchange are, whether slices are of equal length or not.
+# Tokens of the units of the context exchange on a rank, for slices of equal and unequal length.
 
 
 @dataclass(eq=False)
 class Units:
-    """Every slice has as many exchange units; those of a longer one have more tokens.
+    """Tokens of exchange units: every slice has equally many units, and those of a longer slice have more tokens.
 
-    Slices have multiples of what the ranks that share them divide into units of whole tokens
-    (``features/slices/spec.py: _token_unit``), so that nothing here is rounded.
+    Lengths of slices are multiples that the ranks can divide into units of whole tokens
+    (``features/slices/spec.py: _token_unit``), so nothing is rounded here.
     """
 
     units: int
-    parts: Mapping[int, int]  # what each world rank holds of a slice of nominal length, in tokens
-    nominal: int  # that length
-    bounds: Callable[[int], Bounds]  # where the slices of a microbatch begin, and its end
+    parts: Mapping[int, int]  # tokens of a slice of nominal length on each world rank
+    nominal: int  # nominal length of a slice
+    bounds: Callable[[int], Bounds]  # returns the first tokens of a microbatch's slices, and its end
 
     def slice(self, microbatch: int, index: int) -> tuple[int, int]:
-        """Tokens ``[first, end)`` of the sequence that a slice has."""
+        """Tokens ``[first, end)`` of a slice in the sequence."""
         first, end = self.bounds(microbatch)[index : index + 2]
         return first, end
 
     def slice_tokens(self, microbatch: int, index: int) -> int:
-        """Tokens of a slice on all ranks that share it."""
+        """Number of tokens of a slice on all ranks that share it."""
         first, end = self.slice(microbatch, index)
         return end - first
 
     def first(self, rank: int, microbatch: int, unit: int) -> int:
-        """The first token of a unit, as a world rank counts the tokens that it holds; the end of the unit before.
+        """The first token of a unit, and so the end of the unit before, as a world rank numbers its own tokens.
 
         Args:
-            rank: Who has the keys and values.
-            unit: From the start of the sequence.
+            rank: World rank that has the keys and values.
+            unit: Number of the unit from the start of the sequence.
         """
         index, within = divmod(unit, self.units)
         bounds, part = self.bounds(microbatch), self.parts[rank]
@@ -54,7 +54,7 @@ class Units:
         return first + (bounds[index + 1] - bounds[index]) * part // self.nominal * within // self.units
 
     def tokens(self, rank: int, microbatch: int, start: int, stop: int) -> int:
-        """How many tokens units ``[start, stop)`` of a rank have."""
+        """Number of tokens in units ``[start, stop)`` on a rank."""
         return self.first(rank, microbatch, stop) - self.first(rank, microbatch, start)
 
 
@@ -63,7 +63,7 @@ DEFAULT_UNITS = 2
 _TRUE_OR_FALSE = "must be true or false"
 
 ATTENTION, REST = "exchange_attention", "exchange_rest"
-"""Of the plan's schedule: what passes take, for an exchange between unequal devices."""
+"""Parameters of the plan's schedule with times of passes, for an exchange between unequal devices."""
 _MOST_TIME = 1_000_000_000
 
 
@@ -89,7 +89,7 @@ def _times_problem(count: int, each: str, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOptions:
-    """The attention context exchange of a plan."""
+    """Options of the attention context exchange."""
 
     units: int = option(
         "exchange_units",
@@ -116,15 +116,15 @@ class ExchangeOptions:
         help="stages that wait for work at the start and the end of an iteration attend for others too",
         problem=_TRUE_OR_FALSE,
     )
-    # what the attention of one layer and slice to the keys and values of one slice takes on each replica, stage by
-    # stage, in any unit of time; none where all take as long
+    # time of one layer's attention of a slice to the keys and values of one slice on each replica, stage by
+    # stage, in any unit of time; empty if all are equal
     attention: tuple[int, ...] = option(
         ATTENTION,
         (),
         accepts=lambda value, plan: _are_times(value, _replicas(plan)),
         problem=lambda plan: _times_problem(_replicas(plan), "replica, stage by stage", "attention to one slice"),
     )
-    # what everything else of a slice's pass takes, of every chunk of every replica; of as many layers each
+    # time of the rest of a slice's pass, for every chunk of every replica; of as many layers each
     rest: tuple[int, ...] = option(
         REST,
         (),
@@ -134,7 +134,7 @@ class ExchangeOptions:
 
 
 class ContextExchange(Feature):
-    """Devices with short prefixes attend for those with long ones."""
+    """The context exchange: devices with short prefixes attend for those with long ones."""
 
     name = "context_exchange"
     title = "attention context exchange"
@@ -153,25 +153,25 @@ class ContextExchange(Feature):
         ViewFlag("--keep-kv", "keys and values stay at the helper"),
     )
     show_flags = (ViewFlag("--exchange-plan", "the exchange plan instead of a timeline"),)
-    parts: Parts = ()  # what slices see, by microbatch and slice; empty where each sees all before it
+    parts: Parts = ()  # attention of slices, by microbatch and slice; empty if each sees all tokens before it
 
     def limited(self, parts: Parts) -> "ContextExchange":
-        """Who attends for whom, by what slices see and how long they are."""
+        """Returns the feature for an iteration with such attention and lengths of slices."""
         found = copy.copy(self)
         found.parts = parts
         return found
 
     def attention_units(self, options: ExchangeOptions) -> int:
-        """Returns the exchange units of a slice; 1 also for what is no number of them, which is refused later."""
+        """Returns the exchange units of a slice; 1 for an invalid value, which is refused later."""
         return options.units if isinstance(options.units, int) and options.units > 0 else 1
 
     def viewed(self, flags: Mapping[str, Any]) -> ExchangeOptions | None:
-        """Units switch it on."""
+        """Returns the options from flags; the number of units switches the exchange on."""
         units = flags["exchange_units"]
         return ExchangeOptions(units, keep=flags["keep_kv"], idle=flags["helping"]) if units else None
 
     def shown(self, program: Program, flags: Mapping[str, Any]) -> tuple[object, Sequence[str]] | None:
-        """Who attends for whom, slot by slot."""
+        """Returns which device attends for which, slot by slot, if a flag requests it."""
         if not flags["exchange_plan"]:
             return None
         from megatron_het.features.context_exchange.passes import plan_exchange
@@ -181,11 +181,11 @@ class ContextExchange(Feature):
         return plan.to_json(), ("  slot | loads | giver>taker:slices | loads after", *plan.lines())
 
     def elsewhere(self, plan: Plan, given: Option) -> PlanError:
-        """An exchange between passes over whole sequences."""
+        """The error for an exchange with a schedule of whole sequences."""
         return not_sliced(plan, given)
 
     def without_switch(self, plan: Plan, given: Option) -> PlanError:
-        """Options of an exchange that is not asked for."""
+        """The error for options of an exchange that is switched off."""
         return PlanError(
             f"schedule.parameters.{given.parameter}",
             plan.schedule.parameters[given.parameter],
@@ -220,7 +220,7 @@ class ContextExchange(Feature):
             )
 
     def before_transfers(self, program: Program, options: ExchangeOptions, speeds: Sequence[float] | None) -> Program:
-        """The program in which devices attend for each other."""
+        """Adds the operations of the exchange."""
         from megatron_het.features.context_exchange.passes import PassCosts, add_exchange
 
         costs = PassCosts.of(program.shape, options.attention, options.rest) if options.attention else None
@@ -229,7 +229,7 @@ class ContextExchange(Feature):
         )
 
     def price(self, costs: Costs, options: ExchangeOptions, program: Program, figures: Figures) -> Costs:
-        """Attention apart from the rest of a layer, and what travels for it."""
+        """Adds the costs of attention, separate from the rest of a layer, and the sizes of its messages."""
         layers = [program.shape.attention_layers[device.stage] for device in program.devices]
         exchanged = exchanged_layers(program.shape.attention_layers)
 
@@ -243,7 +243,7 @@ class ContextExchange(Feature):
             return tuple(tuple(a - b for a, b in zip(row, taken)) for row, taken in zip(table, part, strict=True))
 
         messages = {"kv_message_bytes": sent(figures.kv_bytes), "query_message_bytes": sent(figures.query_bytes)}
-        if costs.attention_forward_s:  # told apart already
+        if costs.attention_forward_s:  # separate already
             return replace(costs, **messages)  # type: ignore[arg-type]
         forward, backward = per_chunk(figures.attention_forward_s), per_chunk(figures.attention_backward_s)
         return replace(

@@ -1,4 +1,4 @@
-"""Ranks that share every slice: their half of the slice attention (SlimPipe, section 5)."""
+"""Transfers of slice attention between the ranks that share every slice (SlimPipe, section 5)."""
 
 import functools
 import math
@@ -15,16 +15,16 @@ from megatron_het.features.registry import part_grain
 from megatron_het.plan.placement import WHOLE, Blocks, DocumentPlacing
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
-# Commuted context parallelism (SlimPipe, section 5): queries, outputs and normalisers travel, keys and values stay.
+# Commuted context parallelism (SlimPipe, section 5): queries, outputs and normalisers are sent, not keys and values.
 #
 # Each rank of a context-parallel group holds a part of the tokens of every slice, and the keys and values of
-# that part only.  Ordinary context parallelism moves keys and values to the queries, and with a key-value cache
-# would move the cached ones again for every later slice.  Here the queries of a slice go to all ranks, each
-# attends for all of them to its own keys, and the partial outputs return to the rank of their query, where they
-# are merged.  In the backward pass the gradients of keys and values are made where the keys are.
+# that part only.  Ordinary context parallelism sends keys and values to the queries, and with a key-value cache
+# would send the cached ones again for every later slice.  Here the queries of a slice are sent to all ranks, each
+# rank attends for all of them to its own keys, and the partial outputs return to the rank of their query, where they
+# are merged.  In the backward pass the gradients of keys and values are computed where the keys are.
 #
-# Both transfers run during computation: while the others' queries arrive, a rank attends for its own to its own
-# part of the slice; while the partial outputs travel, for its own to the earlier slices.
+# Both transfers overlap with computation: while the others' queries arrive, a rank's own queries attend to its
+# part of the slice; while the partial outputs are sent, to its keys of the earlier slices.
 #
 # Rank k holds the k-th block of a slice from its start and the k-th from its end, both of one size, which may differ
 # from rank to rank; see ``plan/placement.py``.
@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class CommutedContextParallel:
-    """A group of ranks that share a slice; see the module's text.
+    """A group of ranks that share a slice; see the comment above.
 
     ``[S, ...]`` are rows of the other ranks, rank after rank, beginning with the next one; ``[s, ...]`` are
     this rank's.  A rank's own queries and keys are the same two blocks, in order, so that their attention is one
@@ -44,7 +44,7 @@ class CommutedContextParallel:
 
     Args:
         group: The ranks; its timeout bounds every wait.
-        tokens: Of the slice, on each rank; all even.
+        tokens: Number of the slice's tokens on each rank; all even.
     """
 
     def __init__(self, group: dist.ProcessGroup, tokens: tuple[int, ...]) -> None:
@@ -59,7 +59,7 @@ class CommutedContextParallel:
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def by_rank(self, own: int) -> list[Blocks]:
-        """Tokens of a slice that each rank has, of which this one has so many; all are cut in the same proportion."""
+        """Blocks of a slice's tokens on each rank, if this one has ``own``; proportions are equal in all slices."""
         tokens = [count * own // self._tokens[self.rank] for count in self._tokens]
         whole, found, first = sum(tokens), list[Blocks](), 0
         for count in tokens:
@@ -69,13 +69,13 @@ class CommutedContextParallel:
         return found
 
     def gather(self, *tensors: torch.Tensor, travels: Travels | None = None) -> Callable[[], Tensors]:
-        """Start to collect rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.
+        """Start to gather rows of the others; a log-sum-exp ``[b, heads, s]`` has its rows last.
 
         Args:
             travels: The rows that are sent; None for all.
 
         Returns:
-            Waits for them and gives them: ``[S, ...]``.
+            A function that waits for the rows and returns them: ``[S, ...]``.
         """
         order = _largest_first(tensors)
         kinds = [(tensors[i], _row_dimension(tensors[i])) for i in order]
@@ -103,13 +103,13 @@ class CommutedContextParallel:
         return wait
 
     def seen(self, own: int) -> list[tuple[slice, slice]]:
-        """Rows of the others' queries, and this rank's keys of their slice that these see.
+        """Ranges of the others' query rows, each with the range of this rank's keys of the slice that they see.
 
         A lower rank's second block comes after both of the keys' blocks and its first before both; a higher
         rank's blocks lie between the two.
 
         Args:
-            own: How many keys this rank has.
+            own: Number of this rank's keys.
         """
         half, found, first = own // 2, [], 0
         for rank in self.others:
@@ -125,10 +125,10 @@ class CommutedContextParallel:
         """Start to send each of the others its rows of tensors ``[S, ...]``.
 
         Args:
-            travels: Whose rows they are; None for all.
+            travels: The rows that were gathered; None for all.
 
         Returns:
-            Waits for what the others send, and gives it by sender, as rows are sent to them: this rank's rows.
+            A function that waits for this rank's rows from the others and returns them by sender.
         """
         order = _largest_first(tensors)
         sizes = list(travels.received) if travels else [self._tokens[rank] for rank in self.others]
@@ -149,7 +149,7 @@ class CommutedContextParallel:
         return wait
 
     def swap(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Send each rank its tensor, and get one of each, of these shapes and one type; this rank's own stays."""
+        """All-to-all of one tensor per rank; returns tensors of ``shapes``, and one type, from all ranks."""
         others = [0 if rank == self.rank else 1 for rank in range(self.size)]
         sent = [part.numel() * other for part, other in zip(parts, others, strict=True)]
         received = [math.prod(shape) * other for shape, other in zip(shapes, others, strict=True)]
@@ -159,8 +159,8 @@ class CommutedContextParallel:
         return [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
 
     def _all_gather(self, message: torch.Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start to collect the messages of all ranks, which have these sizes; this rank's own may be empty."""
-        if len(set(sizes)) > 1:  # there is no such collective of unequal parts that all backends have
+        """Start to gather the messages of all ranks, which have these sizes; this rank's own may be empty."""
+        if len(set(sizes)) > 1:  # not all backends have an all-gather of unequal parts
             others = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
             sent = [0 if rank == self.rank else message.numel() for rank in range(self.size)]
             return self._exchange(message.repeat(self.size - 1), sent, others)
@@ -174,7 +174,7 @@ class CommutedContextParallel:
         return wait
 
     def _send(self, messages: dict[int, torch.Tensor], sizes: dict[int, int]) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start to send each of the others its message; so many bytes come from each."""
+        """Start to send each of the others its message, and to receive ``sizes`` bytes from each."""
         ranks = range(self.size)
         sent = [messages[rank].numel() if rank in messages else 0 for rank in ranks]
         received = [sizes.get(rank, 0) for rank in ranks]
@@ -183,7 +183,7 @@ class CommutedContextParallel:
     def _exchange(
         self, message: torch.Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Sequence[torch.Tensor]]:
-        """Start to send every rank its bytes of a message and to receive as many as it sends."""
+        """Start an all-to-all of parts of a message, with the given sizes in bytes."""
         buffer = message.new_empty(sum(received))
         work = dist.all_to_all_single(buffer, message, received, sent, group=self._group, async_op=True)
 
@@ -195,24 +195,24 @@ class CommutedContextParallel:
 
 
 def _with_rows(tensor: torch.Tensor, dimension: int, rows: int) -> tuple[int, ...]:
-    """The shape of a tensor with another number of rows."""
+    """Shape of a tensor with another number of rows."""
     shape = list(tensor.shape)
     shape[dimension] = rows
     return tuple(shape)
 
 
 def _row_dimension(tensor: torch.Tensor) -> int:
-    """Log-sum-exps have three dimensions and their rows last."""
+    """Dimension of the rows: the first, but the last of log-sum-exps, which have three dimensions."""
     return 2 if tensor.dim() == 3 else 0
 
 
 def _largest_first(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Indices by size of the elements, so that all are aligned in a message."""
+    """Indices of tensors by descending size of elements, so that all are aligned in a message."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
 
 
 class ContextParallelFeature(RuntimeFeature):
-    """Tells every slice attention which ranks of the replica share its slice: those with this rank's TP rank."""
+    """Connects every slice attention with the ranks of the replica that share its slice: those of the same TP rank."""
 
     roles = ("cp",)
 
@@ -229,7 +229,7 @@ class ContextParallelFeature(RuntimeFeature):
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """This rank's part of the feature; nothing more where its replica has whole sequences."""
+    """Returns the feature on this rank; one that does nothing if its replica has whole sequences."""
     group, plan = context.groups.get("cp"), context.plan
     if context.options.documents == WHOLE:
         most, own = widest(plan), context.boundaries.side(context.rank)

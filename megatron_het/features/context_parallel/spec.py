@@ -1,7 +1,7 @@
-"""Context parallelism: the ranks of a replica share every sequence.  A plan's replicas say so, not a parameter.
+"""Context parallelism: the ranks of a replica share every sequence.  A plan's replicas set it, not a parameter.
 
-Replicas may have different sizes, and their ranks parts of different size: what travels between two stages are the
-pieces that sender and receiver have in common (``lowering/ranks.py``).
+Replicas may have different sizes, and their ranks parts of different size: between two stages the
+pieces that sender and receiver have in common are sent (``lowering/ranks.py``).
 """
 
 import math
@@ -18,9 +18,9 @@ from megatron_het.plan.schema import RECURRENT
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelOptions:
-    """How many ranks share a sequence."""
+    """Numbers of ranks that share a sequence."""
 
-    sizes: tuple[int, ...]  # of the plan's replicas, ascending; the last one is above 1
+    sizes: tuple[int, ...]  # CP sizes of the plan's replicas, ascending; the last one is above 1
     documents: str = option(
         DOCUMENTS,
         CUT,
@@ -35,7 +35,7 @@ _FLAG = "--context-parallel-size"
 
 
 class ContextParallel(Feature):
-    """Slices, of which every rank of a replica holds a part."""
+    """Context parallelism over slices, of which every rank of a replica holds a part."""
 
     name = "context_parallel"
     title = "context parallelism"
@@ -47,7 +47,7 @@ class ContextParallel(Feature):
     )
 
     def options_of(self, plan: Plan) -> ContextParallelOptions | None:
-        """The sizes of the plan's replicas."""
+        """Returns the CP sizes of the plan's replicas; None if all are 1."""
         sizes = tuple(sorted({r.cp for stage in plan.stages for r in stage.replicas}))
         documents = plan.schedule.parameters.get(DOCUMENTS, CUT)
         return ContextParallelOptions(sizes, documents) if sizes[-1] > 1 else None
@@ -72,7 +72,7 @@ class ContextParallel(Feature):
             self._check_whole(plan)
 
     def _check_whole(self, plan: Plan) -> None:
-        """Refuse whole documents where devices or sequences would have others."""
+        """Refuse whole documents per rank with the exchange, several sequences, or recurrent layers on single ranks."""
         where = f"schedule.parameters.{DOCUMENTS}"
         most = max(map(plan.training.sequences, range(plan.training.num_microbatches)))
         if attention_units(plan):
@@ -87,12 +87,12 @@ class ContextParallel(Feature):
             raise PlanError(where, WHOLE, problem, "Give every replica a cp above 1")
 
     def without_switch(self, plan: Plan, given: Option) -> PlanError:
-        """The refusal of whole documents where nobody shares sequences."""
+        """The error for whole documents per rank in a plan without context parallelism."""
         problem = f"no replica of the plan has context parallelism ({_FLAG})"
         return PlanError(f"schedule.parameters.{given.parameter}", plan.schedule.parameters[given.parameter], problem)
 
     def check_flags(self, plans: Sequence[Plan], flags: Any) -> None:
-        """Refuse to measure what no plan has, or what several plans would share."""
+        """Refuse to measure shares without context parallelism, or for several plans."""
         if not flags.het_measured_cp_shares:
             return
         flag = "--het-measured-cp-shares"
@@ -103,7 +103,7 @@ class ContextParallel(Feature):
             raise PlanError(flag, "given", "no replica of the plan has context parallelism", hint)
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """The table, and another size than the plan's."""
+        """Refuse arguments by the table of refusals, and another CP size than the plan's."""
         super().check_any_arguments(plan, args)
         sizes = sorted({r.cp for stage in plan.stages for r in stage.replicas})
         if args.context_parallel_size != 1 and [args.context_parallel_size] != sizes:
@@ -111,7 +111,7 @@ class ContextParallel(Feature):
             raise PlanError(_FLAG, args.context_parallel_size, problem, "Leave the flag out")
 
     def check_arguments(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
-        """Refuse Megatron's own ways to share sequences, and whole documents where there are none."""
+        """Refuse Megatron's own context parallelism, and whole documents per rank without packed documents."""
         super().check_arguments(plan, options, args)
         if options.documents == WHOLE and not packing_argument(args):
             flags = ", ".join(sorted(packing_flags()))
@@ -126,15 +126,15 @@ class ContextParallel(Feature):
             )
 
     def apply(self, plan: Plan, options: ContextParallelOptions, args: Any) -> None:
-        """To Megatron, ranks that share sequences are like data-parallel ones; attention knows better."""
+        """Set Megatron's CP size to 1: outside of attention, ranks that share sequences are like data-parallel ones."""
         args.context_parallel_size = 1
 
     def beyond_stock(self, plan: Plan, options: ContextParallelOptions) -> str:
-        """Returns what travels."""
+        """Returns why stock Megatron cannot run it: queries are sent instead of keys and values."""
         sizes = " and ".join(map(str, options.sizes))
         return f"context-parallel size {sizes}, which sends queries instead of keys and values"
 
 
 def widest(plan: Plan) -> Replica:
-    """The replica whose ranks say where documents are: the first one of those with the most."""
+    """The first replica with the largest context-parallel size, whose ranks read the starts of documents."""
     return max((replica for stage in plan.stages for replica in stage.replicas), key=lambda replica: replica.cp)
