@@ -31,15 +31,15 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "Without --het-plan and --het-schedule Megatron runs exactly as it is. See docs/ for the plan file.",
     ), {
         "--het-plan": (
-            None, "FILE", "plan.json: which rank runs which layers and microbatches; several plans take turns, one for "
-            "each global batch size of --step-batch-size-schedule", {"nargs": "+"}),
+            None, "FILE", "plan.json: assigns layers and microbatches to ranks; give one plan for each global batch "
+            "size of --step-batch-size-schedule", {"nargs": "+"}),
         "--het-schedule": (
-            None, "", "the pipeline schedule, in place of the plan's; without --het-plan an even plan is made from "
+            None, "", "pipeline schedule; overrides the plan's; without --het-plan an even plan is made from "
             "Megatron's own flags (pipeline, tensor and virtual pipeline sizes, batch sizes)",
             {"choices": runnable_schedules()}),
         "--het-transport": (
-            "auto", "", "how activations travel between stages: nccl, gloo (host tensors), staged (device tensors by "
-            "way of host memory; all other groups stay those of --distributed-backend); auto chooses",
+            "auto", "", "transport of activations between stages: nccl, gloo (host tensors), staged (device tensors "
+            "copied through host memory; all other groups stay those of --distributed-backend); auto chooses",
             {"choices": TRANSPORTS}),
         "--het-report": (
             None, "DIR", "write rank-<rank>.json with times, losses and memory of this run's newest 10,000 iterations "
@@ -51,14 +51,14 @@ def add_het_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--het-auto-batch": (
             None, "DIR", "no plan and no micro batch size: measure the largest pass and the times of all devices at "
             "the start, raise the ZeRO stage until one sequence fits (beginning at --het-zero, if given), allocate "
-            "passes by speed (Poplar), and train; curves and plan are kept in DIR/auto_batch, and taken from there by "
+            "passes by speed (Poplar), and train; curves and plan are kept in DIR/auto_batch, and used by "
             "a later start with the same devices"),
         "--het-measured-cp-shares": (
             False, "", "time the devices at the start, and give each context-parallel rank a part of every sequence in "
             "proportion to its speed, in place of the plan's cp_shares"),
         "--het-trust-checkpoint": (
-            False, "", "the description of a checkpoint to load (.metadata) is a pickle: run whatever it names, not "
-            "only the classes of torch's format; for checkpoints of other programs that you trust"),
+            False, "", "allow any class in the pickle .metadata of a checkpoint to load, not only those of torch's "
+            "format; for checkpoints of other programs that you trust, because a pickle can run code"),
     })
     for feature in FEATURES:
         _add_feature(parser, feature)

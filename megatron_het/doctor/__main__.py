@@ -40,21 +40,21 @@ def parser_of() -> argparse.ArgumentParser:
     # fmt: off
     safe_io.add_options(parser, {
         "--plan": (None, "FILE", "plan.json; not needed where the training's flags name one"),
-        "--expect": (None, "FILE", "what cluster file and profile promise (emit --doctor)"),
+        "--expect": (None, "FILE", "expectations.json with expected times and bandwidths (emit --doctor)"),
         "--cluster": (None, "FILE", "cluster file, in place of --expect; needs the planner"),
         "--profile": (None, "FILE", "profile.json, with --cluster"),
         "--checkpoints": ("", "DIR", "folder of the checkpoints, to be written to"),
-        "--json": (None, "FILE", "write the report there as well", {"type": Path}),
-        "--force": (False, "", "replace a file that was not written so before"),
+        "--json": (None, "FILE", "also write the report to FILE", {"type": Path}),
+        "--force": (False, "", "let --json replace a file that is no report of the doctor"),
         "--log-dir": (None, "DIR", "logs of the tiny training (default: a temporary folder)", {"type": Path}),
         "--transport": ("auto", "", "as --het-transport (default: auto)", {"choices": TRANSPORTS}),
         "--limit-s": (
-            USUAL_LIMIT_S, "", "bound on everything (default: %(default)s)", {"type": safe_io.amount(10, 3600)}),
+            USUAL_LIMIT_S, "", "bound on all checks (default: %(default)s)", {"type": safe_io.amount(10, 3600)}),
         "--slow-ratio": (
             1.25, "", "a device is slow when it takes this many times as long as its kind (default: %(default)s)",
             {"type": safe_io.amount(1.01, 100)}),
         "--link-ratio": (
-            1.5, "", "a link is slow when it has less than one over this of its bandwidth (default: %(default)s)",
+            1.5, "", "a link is slow when it has less than 1/RATIO of its bandwidth (default: %(default)s)",
             {"type": safe_io.amount(1.01, 100)}),
         "--skip": ([], "", "leave a check out; may be repeated", {"action": "append", "choices": CHECKS}),
     })

@@ -60,9 +60,9 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
         parser = LineParser(prog=f"het-run {command}", description=f"{text[0].upper()}{text[1:]}.")
         _connection(parser)
         if command == "leave":
-            parser.add_argument("node", help="name of the node that is to leave")
+            parser.add_argument("node", help="name of the node to remove")
         if command == "status":
-            parser.add_argument("--json", action="store_true", help="all that the controller keeps, as JSON")
+            parser.add_argument("--json", action="store_true", help="the controller's whole state, as JSON")
         return parser
     parser = LineParser(
         prog="het-run",
@@ -73,41 +73,41 @@ def parser_of(command: str = "") -> argparse.ArgumentParser:
     )
     _connection(parser)
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
-    parser.add_argument("--device", default="", help="kind of its GPUs, as plans and the cluster file call it; "
-                        "of a node with several kinds, these with numbers, like 'A100-40*4,V100-16*4'")  # fmt: skip
+    parser.add_argument("--device", default="", help="kind of the node's GPUs, by its name in plans and cluster file; "
+                        "for several kinds each with its count, like 'A100-40*4,V100-16*4'")  # fmt: skip
     parser.add_argument("--workers", type=count(0, 4096), default=0, help="workers of this node (default: its GPUs, "
                         "or 1)")  # fmt: skip
-    parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="how often a device gets "
-                        "another worker after one was ended by a signal (default 3)")  # fmt: skip
+    parser.add_argument("--restarts", type=count(0, 10**6), default=3, metavar="N", help="new workers that a device "
+                        "gets after workers were killed by a signal (default 3)")  # fmt: skip
     parser.add_argument("--copy-every", type=_pace, default=None, metavar="K", help="iterations between copies "
-                        "of the state in the memory of another node, 0 for none, auto for the fewest with which copies "
-                        "take at most 3 %% of the time (default auto)")  # fmt: skip
+                        "of the state into the memory of another node; 0: none, auto: the fewest iterations with which "
+                        "copies take at most 3 %% of the time (default auto)")  # fmt: skip
     parser.add_argument("--timeout-s", type=float, default=60.0, help="bound on every wait of a change (default 60)")
     parser.add_argument("--away-s", type=float, default=1800.0, help="how long a worker that needs a decision waits "
-                        "for a controller that is away; training goes on without one (default 1800)")  # fmt: skip
+                        "for an absent controller; training continues without one (default 1800)")  # fmt: skip
     own = parser.add_argument_group("controller")
     own.add_argument("--start-controller", action="store_true", help="this node runs the controller as well")
     own.add_argument("--controller-only", action="store_true", help="this command is the controller, without workers")
     own.add_argument("--nodes", type=count(1, 10**6), default=1, help="nodes to wait for at the start (default 1)")
-    own.add_argument("--start-s", type=float, default=600.0, help="for --nodes nodes to come (default 600)")
+    own.add_argument("--start-s", type=float, default=600.0, help="time for --nodes nodes to join (default 600)")
     own.add_argument("--plans", nargs="+", type=Path, default=[], metavar="FILE", help="plans, the best one first")
     own.add_argument("--cluster", type=Path, help="cluster file, to search plans for pools that "
                      "none of --plans fits")  # fmt: skip
     own.add_argument("--model", type=Path, help="model file, with --cluster")
     own.add_argument("--profile", type=Path, help="measured profile, with --cluster")
     own.add_argument("--plan-limit-s", type=float, default=60.0, help="bound on a search (default 60)")
-    own.add_argument("--lost-s", type=float, default=30.0, help="without a sign of life a worker is lost (default 30)")
-    own.add_argument("--leave-s", type=float, default=30.0, help="for survivors to leave a session (default 30)")
-    own.add_argument("--return-s", type=float, default=60.0, help="for workers to come back where there is no plan "
-                     "without those that were lost (default 60)")  # fmt: skip
-    own.add_argument("--stuck-s", type=float, default=1800.0, help="without the end of an iteration all ranks leave "
-                     "their session, and who does not is ended; longer than a save or an evaluation takes "
+    own.add_argument("--lost-s", type=float, default=30.0, help="a worker without a heartbeat is lost (default 30)")
+    own.add_argument("--leave-s", type=float, default=30.0, help="time for survivors to leave a session (default 30)")
+    own.add_argument("--return-s", type=float, default=60.0, help="time for lost workers to return, if no plan works "
+                     "without them (default 60)")  # fmt: skip
+    own.add_argument("--stuck-s", type=float, default=1800.0, help="if no iteration ends in this time, all ranks leave "
+                     "their session, and ranks that do not are killed; must exceed the time of a save or evaluation "
                      "(default 1800)")  # fmt: skip
-    own.add_argument("--save-fallback", type=Path, metavar="FOLDER", help="for checkpoints that cannot be written into "
-                     "--save; all nodes see it")  # fmt: skip
+    own.add_argument("--save-fallback", type=Path, metavar="FOLDER", help="shared folder for checkpoints that cannot "
+                     "be written into --save")  # fmt: skip
     own.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the controller (PEM): connections "
                      "are encrypted")  # fmt: skip
-    own.add_argument("--tls-key", type=Path, metavar="FILE", help="its key (default: in the file of --tls-cert)")
+    own.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (default: in the same file)")
     return parser
 
 
@@ -117,15 +117,15 @@ def _pace(text: str) -> int | None:
 
 
 def _connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--controller", default=_HERE, metavar="HOST:PORT", help="where the controller listens, and "
-                        "nowhere else (default %(default)s: nodes are this machine only)")  # fmt: skip
-    parser.add_argument("--token-file", type=Path, help="file with the job's token; written by --start-controller "
-                        "if it is not there (default FOLDER/token)")  # fmt: skip
+    parser.add_argument("--controller", default=_HERE, metavar="HOST:PORT", help="the only address on which the "
+                        "controller listens (default %(default)s: for this machine only)")  # fmt: skip
+    parser.add_argument("--token-file", type=Path, help="file with the job's token; --start-controller writes it "
+                        "if it does not exist (default FOLDER/token)")  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("elastic"), help="for logs and state (default ./elastic)")
-    parser.add_argument("--address-file", type=Path, metavar="FILE", help="where the controller writes HOST:PORT; read "
-                        "again whenever it does not answer, before --controller (default FOLDER/address)")  # fmt: skip
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="authority, or the certificate itself, by which "
-                        "the controller's certificate is known (PEM)")  # fmt: skip
+    parser.add_argument("--address-file", type=Path, metavar="FILE", help="file into which the controller writes "
+                        "HOST:PORT; agents read it before --controller (default FOLDER/address)")  # fmt: skip
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificate authority, or the certificate itself, "
+                        "that verifies the controller's certificate (PEM)")  # fmt: skip
 
 
 def _run(words: Sequence[str]) -> int:

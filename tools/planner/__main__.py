@@ -36,12 +36,12 @@ COMMANDS = {
     "completion": "print a script with which a shell completes het-plan, het-run and het-doctor",
 }
 _FILES, _FOLDERS = ("FILE", "PLAN", "PATH"), ("FOLDER", "DIR")
-"""What an option's value is called where a file or folder is asked for."""
+"""Metavars of options that take a file or folder."""
 
 
 @safe_io.ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 fine, 1 a plan that does not hold, 2 bad input, 130 interrupted)."""
+    """Entry point; returns the exit code (0 success, 1 the plan cannot run, 2 bad input, 130 interrupted)."""
     words, flags = safe_io.split_words(_joined(sys.argv[1:] if arguments is None else arguments))
     options = argparse.Namespace()
     try:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.parse_args(words, options)
         pairs = [word.split("=", 1) for word in words if word.startswith("--") and "=" in word]
         for option, value in (*zip(words, words[1:]), *pairs):
-            if not value and option != "--extra":  # as a variable of the shell that is not set
+            if not value and option != "--extra":  # for example from an unset shell variable
                 parser.error(f"nothing is given after {option}")
         if flags and getattr(options, "flags", None) is None:
             parser.error(f"unrecognized arguments: -- {' '.join(flags)}")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not getattr(options, "run", None):
             parser.print_help()
             return 2
-        for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+        for stream in (sys.stdout, sys.stderr):  # file names need not be valid Unicode
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         from .inputs.files import check_outputs
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a folder that cannot be written, a full disk
         _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
         return 2
-    except ModuleNotFoundError as error:  # what ranks do not need comes with the extra only
+    except ModuleNotFoundError as error:  # the extra ``planner`` is not installed
         problem = f"needs the package {error.name}, which is not installed"
         _say_error(options, PlannerError(command(), "(packages)", None, problem, INSTALL))
         return 2
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """The command line with ``--extra`` joined to its value."""
+    """Returns the command line with ``--extra`` joined to its value by "="."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1] == "--extra" and word.startswith("--"):  # argparse takes --mock-data for an option
@@ -94,7 +94,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def _say_error(options: argparse.Namespace, error: PlannerError) -> None:
-    """One error for people, or as JSON where that was asked for."""
+    """Print an error as text, or as JSON with ``--json``."""
     if not getattr(options, "json", False):
         sys.stderr.write(f"error: {error}\n")
         return
@@ -160,7 +160,7 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Options and arguments, those of a program's commands too."""
+    """Options and arguments of a parser, including those of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
@@ -177,9 +177,9 @@ def _call(name: str) -> Any:
     return run
 
 
-# Options, which several commands have in common; see ``add_options``.
+# Options that several commands share; see ``add_options``.
 # fmt: off
-_INSTEAD = "where FILE does not say it, or instead"
+_INSTEAD = "sets or overrides the value in FILE"
 _SIZE = {"type": safe_io.count(1, 1 << 27)}
 _MODEL: dict[str, tuple[Any, ...]] = {
     "--model": (
@@ -190,8 +190,8 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "--precision": (None, "", f"{_INSTEAD}: V100, T4 and RTX-20 have no bf16",
                     {"choices": ("fp32", "tf32", "bf16", "fp16")}),
     "--document-lengths": (
-        None, "MEAN|FILE", "of documents packed into sequences that do not see each other: their mean in tokens, "
-        "or a file with the lengths of some of them; where the model file does not say it, or instead"),
+        None, "MEAN|FILE", "packed documents with attention inside each document only: their mean length in tokens, "
+        "or a file with sample lengths; sets or overrides the value of the model file"),
 }
 _PLAN = {"plan": (None, "PLAN", "plan.json")}
 _JSON = {"--json": (False, "", "print JSON instead of tables")}
@@ -215,41 +215,41 @@ _GOAL = {
                     "schedules to consider (default: 1f1b,interleaved,ministage,slimpipe)"),
     "--mix-vendors": (False, "", "price plans over GPUs of several vendors too, which cannot run (docs/scale.md)"),
     "--limit-s": (
-        600.0, "S", "CPU seconds from the start of the command, after which, and on Ctrl-C, its searches give the best "
-        "so far (default %(default)g); a search has 1 of them at least, however long reading took"),
+        600.0, "S", "CPU seconds from the start of the command, after which, or on Ctrl-C, its searches return the "
+        "best result so far (default %(default)g); a search gets at least 1 second"),
 }
 _SEARCH = {
     **_GOAL,
-    "--search": ("auto", "", "method; auto (default) also searches as the published ones do, and takes the best of all",
+    "--search": ("auto", "", "method; auto (default) includes the published methods, and takes the best result",
                  {"choices": ("auto", "zorse", "sailor", "poplar")}),
 }
 _ROBUST = {
     **_SEARCH,
     "--robust": (
-        None, "", "of plans that are about as fast, take the one that loses least where the network is 20 %% or one "
-        "kind of GPU 10 %% slower or faster, and print what each of these costs (on by default, with --search auto)",
+        None, "", "of about equally fast plans, take the one that loses least if the network is 20 %% or one kind of "
+        "GPU 10 %% slower or faster, and print the loss in each of these cases (on by default, with --search auto)",
         {"action": argparse.BooleanOptionalAction}),
 }
 _WHOM_TO_ASK = {
-    "--from": ("auto", "", "whom to ask; auto (default): Slurm's sinfo where it lists GPUs, else nvidia-smi",
+    "--from": ("auto", "", "source of the nodes; auto (default): Slurm's sinfo if it lists GPUs, else nvidia-smi",
                {"dest": "source", "choices": ("auto", "slurm", "nvidia-smi")}),
-    "--hosts": (None, "NAMES", "nodes like this one, as n1,n2 or n[01-16]"),
-    "--gpu": (None, "KIND", "ask nobody: nodes with this GPU of the catalog"),
+    "--hosts": (None, "NAMES", "names of nodes of this kind, as n1,n2 or n[01-16]"),
+    "--gpu": (None, "KIND", "nodes with this GPU of the catalog; ask no program"),
     "--gpus-per-node": (None, "N", "with --gpu (default 8)", {"type": safe_io.count(1, 1024)}),
 }
 _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "quickstart": ("cli.inventory.quickstart", (
         _MODEL,
-        {"--cluster": (None, "FILE", "cluster file, instead of asking what there is")},
+        {"--cluster": (None, "FILE", "cluster file to use instead of running init")},
         _WHOM_TO_ASK,
         {"--out": (Path("run"), "FOLDER", "new folder (default run)"),
          "--extra": (None, "FLAGS", "further Megatron flags in one string: data, tokenizer, ..."),
          "--limit-s": (120.0, "S", "CPU seconds to plan (default 120)", {"type": safe_io.amount(1.0, 1e6)}),
-         "--force": (False, "", "write into a folder that is there")},
+         "--force": (False, "", "write into an existing folder")},
     ), {"json": False, "main": main}),
     "init": ("cli.inventory.init", (
         {"--out": ("cluster.yaml", "FILE", "file to write (default cluster.yaml)"),
-         "--force": (False, "", "overwrite the file")},
+         "--force": (False, "", "overwrite an existing file")},
         _WHOM_TO_ASK,
         {"--json": (False, "", "print JSON instead of text")},
     ), {}),
@@ -274,7 +274,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "report": ("cli.commands.report", (_PLAN, _COMMON, _GOAL, {
         "--html": ("report.html", "FILE", "page to write (default report.html)"),
         "--no-search": (
-            False, "", "leave out what needs further searches: alternatives, and what one more node brings"),
+            False, "", "skip further searches: no alternatives, no gain of one more node"),
     }), {"limit_s": 120.0}),
     "replan": ("replay.replan.run", ("replay.replan", _SEARCH, _JSON), {"limit_s": 120.0}),
     "replay": ("replay.command.replay", ("replay.command", _COMMON, _SEARCH), {}),
@@ -285,7 +285,7 @@ _OPTIONS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         "paths": (None, "PATH", "folders and files of the job", {"nargs": "+", "type": Path}),
         "--out": (Path("support.zip"), "", "the archive (default %(default)s)"),
     },), {}),
-    "completion": (completion, ({"shell": (None, "", "whose script", {"choices": ("bash", "zsh", "fish")})},), {}),
+    "completion": (completion, ({"shell": (None, "", "your shell", {"choices": ("bash", "zsh", "fish")})},), {}),
 }
 # fmt: on
 

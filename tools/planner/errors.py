@@ -13,7 +13,7 @@ from megatron_het.safe_io import FileError, one_line, shown
 
 
 def command() -> str:
-    """``het-plan`` where that was started; else the module, which works in a checkout as well."""
+    """Returns ``het-plan`` if that was started, else ``python -m`` and the module, which works in a checkout."""
     return "het-plan" if Path(sys.argv[0]).stem == "het-plan" else f"python -m {__package__}"
 
 
@@ -23,7 +23,7 @@ class PlannerError(ValueError):
     def __init__(self, file: str, key: str, value: object, problem: str, hint: str = "") -> None:
         self.file = str(file)  # the file (or command-line option) the value came from
         self.key = key  # dotted path of the key inside the file, e.g. ``nodes[1].gpu``
-        self.value = value  # what was found there
+        self.value = value  # the value itself
         self.problem = problem  # why it is wrong
         self.hint = hint  # the nearest change that would work
         whole = key.startswith("(") and value is None  # ``(file)``: the file as a whole
@@ -35,19 +35,19 @@ class PlannerError(ValueError):
 
 
 def from_file_error(error: FileError, hint: str = "") -> PlannerError:
-    """A file that cannot be read or written as a PlannerError."""
+    """Returns the PlannerError for a file that cannot be read or written."""
     return PlannerError(error.path, error.where or "(file)", None, error.problem, error.hint or hint)
 
 
 def from_plan_error(file: str, error: PlanError) -> PlannerError:
-    """Returns what is wrong with a plan as a PlannerError that names the plan's file."""
+    """Returns the PlannerError for an error in a plan, with the name of the plan's file."""
     if error.where == "plan file":
         return PlannerError(file, "(file)", None, error.problem, error.hint)
     return PlannerError(file, error.where, error.value, error.problem, error.hint)
 
 
 def validated(model: type[Any], document: Any, file: str, place: tuple[str | int, ...] = ()) -> Any:
-    """A document from a file as a ``model``, unconverted: ``true`` and ``"1"`` are no numbers. Raises PlannerError.
+    """Returns a file's document as a ``model``; ``true`` and ``"1"`` are no numbers. Raises PlannerError.
 
     Args:
         model: A pydantic model, or a dataclass.
@@ -76,7 +76,7 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     """
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     inside = [error for error in errors if _at(error)[: len(_at(first))] == _at(first)]
-    first = max(inside, key=lambda error: len(_at(error)))  # of a union's members the one that came farthest
+    first = max(inside, key=lambda error: len(_at(error)))  # of a union's members the one that matched deepest
     key = _key((*place, *_at(first)))
     hint = ""
     told = dict.fromkeys(error["msg"] for error in inside if _at(error) == _at(first))
@@ -101,7 +101,7 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
     elif first["type"] in ("float_type", "int_type") and isinstance(value, str):
         like = "12.5e9" if first["type"] == "float_type" else "8"
         hint = f"Write a plain number, like {like}, without quotes, sign of a currency or unit"
-    # A list that is too short or a union without a match because of an error inside is not one more.
+    # Drop the errors of lists and unions that only follow from an error inside.
     around = {_at(error)[:n] for error in errors for n in range(len(_at(error)))}
     others = len({_at(error) for error in errors} - around - {_at(first)})
     more = f" ({others} more {'problem' if others == 1 else 'problems'} in this file)" if others else ""

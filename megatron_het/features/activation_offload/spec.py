@@ -157,8 +157,8 @@ class OffloadOptions:
         on_host=1.0,
         flag=_FLAG,
         metavar="RATIO",
-        help="share (above 0, at most 1) of the activations of each forward that waits in host memory "
-        "for its backward, where the schedule leaves time for it",
+        help="share (above 0, at most 1) of the activations of each forward that is offloaded to host memory "
+        "until its backward, where the schedule leaves time for the copies",
         accepts=lambda value, plan: 0 < value <= 1,
         problem="must be a share above 0 and at most 1",
         where=_FLAG,

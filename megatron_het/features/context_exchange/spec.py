@@ -105,7 +105,7 @@ class ExchangeOptions:
         "exchange_keep",
         False,
         flag="--het-exchange-keep",
-        help="keys and values stay where they were sent until their microbatch is done, and their gradients "
+        help="keys and values stay at the helper until the end of their microbatch, and their gradients "
         "return once: less traffic, more memory",
         problem=_TRUE_OR_FALSE,
     )
@@ -113,7 +113,7 @@ class ExchangeOptions:
         "exchange_idle",
         False,
         flag="--het-exchange-idle",
-        help="stages that wait for work at the start and the end of an iteration attend for others too",
+        help="stages that idle at the start and the end of an iteration also compute attention for others",
         problem=_TRUE_OR_FALSE,
     )
     # time of one layer's attention of a slice to the keys and values of one slice on each replica, stage by
@@ -142,7 +142,7 @@ class ContextExchange(Feature):
     switch = Option(
         "context_exchange",
         flag=_SWITCH,
-        help="devices with short prefixes attend for those with long ones, so that slices take equal "
+        help="devices with short prefixes compute attention for those with long ones, so that slices take equal "
         "time on all stages (SlimPipe, section 4.2)",
         problem=_TRUE_OR_FALSE,
     )

@@ -26,8 +26,8 @@ class ContextParallelOptions:
         CUT,
         flag="--het-cp-documents",
         choices=(CUT, WHOLE),
-        help="with packed documents and context parallelism: cut: ranks hold the same places of every slice (default); "
-        "whole: a document is on one rank if one has room for it, and only long ones are spread over several",
+        help="with packed documents and context parallelism: cut: a rank holds the same positions of every slice "
+        "(default); whole: a document is on one rank if it fits there, and only long ones are spread over several",
     )
 
 

@@ -20,8 +20,8 @@ class InitialWeightsOptions:
         BY_NAME,
         flag="--het-init",
         choices=(BY_NAME, STOCK),
-        help="how weights are drawn without a checkpoint: by-name, the same under every plan (the default with a "
-        "plan), or stock, which depends on stages, chunks and TP",
+        help="random initial weights without a checkpoint: by-name, the same under every plan (the default with a "
+        "plan), or stock, which depend on stages, chunks and TP",
         problem=f"must be {BY_NAME} or {STOCK}",
     )
 

@@ -48,8 +48,8 @@ class SliceOptions:
         EQUAL,
         flag="--het-slice-lengths",
         choices=(EQUAL, WORK),
-        help="equal: slices are equally long (default); work: they have equal work, by the attention of every token "
-        "and, with packed documents, by where documents begin",
+        help="equal: slices of equal length (default); work: slices of equal work, by the attention of every token "
+        "and, with packed documents, by document boundaries",
     )
     keys_per_token: float = option(
         "slice_keys_per_token",
@@ -57,7 +57,7 @@ class SliceOptions:
         flag="--het-slice-keys-per-token",
         metavar="KEYS",
         help="with --het-slice-lengths work: how many keys a query attends to in the time that the rest of its layer "
-        "takes; default: by the numbers of multiplications",
+        "takes; default: from the FLOPs of both",
         accepts=lambda value, plan: value > 0 and plan.schedule.parameters.get("slice_lengths") == WORK,
         problem="must be above 0, and goes with slices of equal work only",
     )

@@ -27,7 +27,7 @@ class WatchOptions:
         0.15,
         flag="--het-watch-threshold",
         metavar="SHARE",
-        help="smallest drift that is named: 0.15 (the default) is 15 %% longer than it should be",
+        help="smallest drift that is reported: 0.15 (the default) is 15 %% longer than predicted",
         accepts=lambda value, plan: 0.01 <= value <= 100,
         problem="must be at least 0.01 and at most 100",
     )
@@ -36,7 +36,7 @@ class WatchOptions:
         5,
         flag="--het-watch-window",
         metavar="N",
-        help="iterations whose median counts (default 5); a drift is named after about that many",
+        help="iterations over which medians are taken (default 5); a drift is reported after about that many",
         accepts=lambda value, plan: 1 <= value <= MOST_WINDOW,
         problem=f"must be at least 1 and at most {MOST_WINDOW}",
     )

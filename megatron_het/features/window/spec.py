@@ -42,14 +42,14 @@ class WindowOptions:
         False,
         on_host=True,
         flag="--het-offload-parameters",
-        help="parameter shards live in host memory while their ministage is closed",
+        help="keep parameter shards in host memory while their ministage is not gathered",
     )
     offload_optimizer: bool = option(
         "offload_optimizer",
         False,
         on_host=True,
         flag="--het-offload-optimizer",
-        help="the optimizer's state lives in host memory while its ministage is not updated",
+        help="keep the optimizer's state in host memory except during the update of its ministage",
     )
     # ``exact``: a ministage is updated when it is next opened, after the global gradient norm and overflow are known;
     # ``at-once``: as soon as its gradients are reduced; ``undo``: likewise, with the old state kept on the host and the
@@ -60,8 +60,8 @@ class WindowOptions:
         "exact",
         flag="--het-update",
         choices=UPDATES,
-        help="when a ministage is updated: exact (after the global gradient norm, the default), at-once, "
-        "undo (at once, taken back when the norm asks for it), per-ministage (clipped by its own norm); at-once "
+        help="update of a ministage: exact (after the global gradient norm, the default), at-once, "
+        "undo (at once, reverted if the norm requires it), per-ministage (clipped by its own norm); at-once "
         "and per-ministage need --rerun-mode disabled",
     )
 

@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--picture", type=Path, help="write timeline and memory to this .svg, .png or .pdf")
         command.add_argument("--trace", type=Path, help="write a Chrome trace for Perfetto to this file")
     check.add_argument(
-        "--transport", action="append", choices=TRANSPORTS, help="must not deadlock here (repeatable; default: all)"
+        "--transport", action="append", choices=TRANSPORTS, help="check for deadlock on it (repeatable; default: all)"
     )
     both = commands.add_parser("compare", help="all schedules side by side", description="all schedules side by side")
     both.set_defaults(run=_compare)
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
             0.0, "", "causal attention's share of the layers' forward time", {"type": amount(0.0, 1.0)}),
         "--output-share": (
             0.0, "", "the output layer's share of the model's forward time", {"type": amount(0.0, 0.99)}),
-        "--layers-per-chunk": (1, "", "for the volume of the attention exchange", size),
+        "--layers-per-chunk": (1, "", "layers per chunk, for the volume of the attention exchange", size),
     })
     # fmt: on
     _add_json(both)
@@ -249,7 +249,7 @@ def _add_program(command: argparse.ArgumentParser) -> None:
     group.add_argument("--replicas", help="replicas per stage, as in '1 2 1'")
     group.add_argument("--route", help="replica of each microbatch, per stage, as in '0 0 0 | 0 1 0' (default: round)")
     group.add_argument("--forward-only", action="store_true", help="the evaluation program")
-    group.add_argument("--transfers", choices=("global", "late", "none"), default="global", help="where receives go")
+    group.add_argument("--transfers", choices=("global", "late", "none"), default="global", help="order of receives")
     for feature in FEATURES:
         for flag in feature.view_flags:
             _add_view_flag(group, flag)
@@ -269,11 +269,11 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     seconds = {"type": amount(0.0, 1e6)}
     # fmt: off
     add_options(group, {
-        "--attention-share": (0.0, "", "of causal attention in the forward", {"type": amount(0.0, 1.0)}),
-        "--output-share": (0.0, "", "of the output layer in the model's forward", {"type": amount(0.0, 0.99)}),
+        "--attention-share": (0.0, "", "share of causal attention in the forward", {"type": amount(0.0, 1.0)}),
+        "--output-share": (0.0, "", "share of the output layer in the model's forward", {"type": amount(0.0, 0.99)}),
         "--speeds": (None, "", "relative speed per device, as in '1 1 0.5'"),
-        "--latency": (0.0, "", "of every message, in s", seconds),
-        "--transfer": (0.0, "", "of one microbatch's activations, in s", seconds),
+        "--latency": (0.0, "", "latency of every message, in s", seconds),
+        "--transfer": (0.0, "", "transfer time of one microbatch's activations, in s", seconds),
         "--gather": (0.0, "", "all-gather (and reduction) of one chunk, in s", seconds),
     })
     # fmt: on

@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``simulate``, and the way into ``profile`` and ``emit``."""
+"""Commands of ``het-plan``: plan, simulate, check, explain, compare, report and support; calls profile and emit."""
 
 import argparse
 import dataclasses
@@ -61,7 +61,7 @@ from ..search.outcome import (
 from .dry_run import lines as verified_lines
 from .dry_run import unverified_lines, verifier_of
 
-# ``het-plan support``: what a report of a bug needs, in one archive, without data, weights or tokens.
+# ``het-plan support``: the files for a bug report in one archive, without data, weights or tokens.
 
 
 _PACKAGES = ("megatron-het", "megatron-core", "torch", "numpy", "transformer-engine", "scipy", "pydantic", "rich")
@@ -86,7 +86,7 @@ def support(options: argparse.Namespace) -> int:
 
 
 def _texts(given: Path) -> Iterator[Path]:
-    """Regular files with a known ending, in one folder and those below."""
+    """Returns the regular files with a known ending in a folder and its subfolders."""
     if not given.exists():
         raise PlannerError(str(given), "(file)", None, "it is not there")
     found = sorted(given.rglob("*")) if given.is_dir() else [given]
@@ -108,11 +108,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# What to say where the number of passes that an iteration may have leaves out deep pipelines.
+# Advice if the limit on passes per iteration has excluded deep pipelines.
 
 
 def larger_micro_batches(cluster: Cluster, model: Model, overfull: float) -> str:
-    """The advice to allow larger micro batches; empty where pipelines of all depths were looked at.
+    """Returns the advice to allow larger micro batches; empty if pipelines of all depths were searched.
 
     Every microbatch passes through every stage forwards and backwards, so the largest micro batch allows the most
     stages.  Layers and GPUs limit them too.
@@ -134,7 +134,7 @@ def larger_micro_batches(cluster: Cluster, model: Model, overfull: float) -> str
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Search, write the plan, say what it is."""
+    """Run ``plan``: search, write the plan and print it."""
     from megatron_het.plan import save_plan
 
     estimator, goal = estimator_from(options), goal_from(options)
@@ -190,7 +190,7 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
 
 
 def require(outcome: SearchResult, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:
-    """The best plan, or an error that names what binds and the nearest feasible change."""
+    """Returns the best plan; the error names the limiting constraint and the nearest feasible change."""
     if outcome.best is not None:
         return outcome.best
     if outcome.nearest is None and outcome.interrupted:
@@ -208,7 +208,7 @@ def require(outcome: SearchResult, estimator: Estimator, goal: Goal, options: ar
         given = [f"{key} {limit:g}" for key, limit, _ in limits if limit is not None]
         problem = f"nothing fits within {' and '.join(given)}" if given else "the model fits nowhere"
         problem += ": at best"
-        if estimate.fullest <= estimator.memory_margin:  # what is offloaded does not fit
+        if estimate.fullest <= estimator.memory_margin:  # main memory is too small for the offloaded data
             rows = offloaded(estimator, estimate)
             rows = [row for row in rows if 0 < (row["limit_bytes"] or 0) < row["bytes_per_node"]]
             problem += " main memory is short. " + "; ".join(host_memory_lines(rows))
@@ -267,7 +267,7 @@ def _memory_hint(estimator: Estimator, estimate: Estimate) -> str:
 
 
 def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
-    """A plan file with its cluster and model: (estimator, plan)."""
+    """Returns (estimator, plan) from a plan file and the options' cluster and model."""
     from ..emit.options import check_experts
 
     estimator = estimator_from(options)
@@ -279,7 +279,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
 
 
 def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
-    """A plan as a candidate on the cluster, with its estimate and the seats of its ranks."""
+    """Returns a plan as a candidate on the cluster, with its estimate and the nodes of its ranks."""
     candidate, seated = candidate_of(made, estimator.cluster, options.plan)
     candidate = as_said(estimator, candidate, made)
     estimate = estimator.estimate(candidate)
@@ -319,7 +319,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def refuse_unrunnable(made: Any, file: str) -> None:
-    """Refuses what the runtime refuses: such a plan has no iteration time."""
+    """Refuse a plan that the runtime refuses, because it has no iteration time; raises PlannerError."""
     from megatron_het.features.registry import check_plan_alone
 
     try:
@@ -367,7 +367,7 @@ def emit(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Why this plan, what binds, the runners-up, what one more node of each kind would bring."""
+    """Run ``explain``: bottlenecks, best plans of other kinds, and the gain from one more node of each group."""
     from ..report.html import check_page, page_of_search
 
     check_page(options)
@@ -396,7 +396,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """The plan against an even split, single GPU types and single schedules."""
+    """Run ``compare``: the plan beside an even split, single kinds of GPU and single schedules."""
     from ..report.html import check_page, page_of_search
 
     check_page(options)
@@ -443,7 +443,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Whether a plan can run and fits; exit code 1 when it does not."""
+    """Run ``check``: print whether a plan can run and fits; exit code 1 if not."""
     estimator, made = load(options)
     problem = _obstacle(made)
     problems, notes, fullest = ([problem], [], []) if problem else _misfits(estimator, made, options)
@@ -458,7 +458,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _obstacle(made: Any) -> dict[str, Any] | None:
-    """Why the runtime would refuse the plan, whatever it is started on and with."""
+    """Returns why the runtime would refuse the plan regardless of cluster and flags; None if it would not."""
     from megatron_het.features.registry import check_plan_alone
     from megatron_het.lowering.programs import build
 
@@ -474,7 +474,7 @@ def _obstacle(made: Any) -> dict[str, Any] | None:
 
 
 def _problem(key: str, error: PlanError | PlannerError) -> dict[str, Any]:
-    """Problem of a key of the plan as an error says it, with the value and what would work."""
+    """Returns an error of the plan as a row: its key, and a text with value, problem and hint."""
     hint = f". {error.hint}" if error.hint else ""
     return {"key": key, "problem": f"{shown(error.value)}: {error.problem}{hint}"}
 
@@ -482,7 +482,7 @@ def _problem(key: str, error: PlanError | PlannerError) -> dict[str, Any]:
 def _misfits(
     estimator: Estimator, made: Any, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Returns what of a plan does not fit the cluster, what cannot be told, and where memory is fullest."""
+    """Returns what does not fit the cluster, what cannot be checked, and the stage with the fullest memory."""
     try:
         seat_replicas(made, rooms_of(estimator.cluster), options.plan)
     except PlannerError as error:
@@ -498,7 +498,7 @@ def _misfits(
             problem += f"activations {m.activation_bytes / GIB:.2f}, optimizer {m.optimizer_bytes / GIB:.2f} GiB"
             problems.append({"key": f"stages[{m.stage}]", "problem": problem})
     for pool, held, limit in estimator.short_of_host_memory(estimate):
-        if estimator.cluster.nodes[pool].host_memory_bytes:  # what is assumed is for searches
+        if estimator.cluster.nodes[pool].host_memory_bytes:  # assumed sizes only limit searches
             problem = f"offloads {held / GIB:.1f} GiB to a node that has {limit / GIB:.1f} GiB of main memory for it"
             problems.append({"key": f"nodes[{pool}].host_memory_bytes", "problem": problem})
     for node in {estimator.cluster.nodes[pool].gpu for pool in candidate.gpus()}:

@@ -32,7 +32,7 @@ from ..inputs.model import Model, model_of
 from ..report.tables import GIB, say, table
 from ..search.outcome import Found, SearchResult, check_planned_precision
 
-START_S = 300.0  # bound on importing Megatron, which takes seconds on a machine that does nothing else
+START_S = 300.0  # bound on importing Megatron, which takes seconds on an idle machine
 MOST_PROCESSES = 8  # that import Megatron, half a gigabyte each
 RANK_FILE = "rank-{rank}.json"
 _LAST_LINES = 12
@@ -52,7 +52,7 @@ def rank_kinds(plan: Plan) -> list[RankKind]:
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             alike = sum(r.cut == replica.cut for r in stage.replicas)
-            # Messages and gathers come earlier or later beside them: that is megabytes.
+            # The order of messages and gathers beside the passes may differ, which changes megabytes only.
             shape = tuple((op.kind, op.slice, op.chunk) for op in program.for_device(s, q) if op.kind in COMPUTE)
             for part, share in enumerate(replica.shares):
                 tokens = share / sum(replica.shares)
@@ -80,24 +80,24 @@ def shortened(plan: Plan) -> Plan:
         short = plan.first_microbatches(count)
         pairs = [(r, other) for s, t in zip(plan.stages, short.stages) for r, other in zip(s.replicas, t.replicas)]
         if any(len(other.microbatches) < min(2, len(r.microbatches)) for r, other in pairs):
-            continue  # from the second one on gradients are there
+            continue  # from the second iteration on gradients are allocated
         try:
             check_plan(short)
             check_plan_alone(short)
             if _in_flight(build(short)[False]) == wanted:
                 return short
-        except PlanError:  # too few for some replica, or for the schedule
+        except PlanError:  # too few microbatches for some replica or for the schedule
             continue
     return plan
 
 
 def _in_flight(program: Program) -> dict[Any, int]:
-    """By device, chunk and two kinds of passes, how many more of one kind than of the other are done at most."""
+    """Returns, by device, chunk and pair of pass kinds, the largest lead of one kind over the other."""
     most: dict[Any, int] = {}
     for device, ops in enumerate(program.ops):
         passes = [(op.chunk, op.kind) for op in ops if op.kind in COMPUTE]
         totals, done = Counter(passes), Counter[Any]()
-        # Kinds that come equally often: the others, such as an update at the end, are ahead by more in longer programs.
+        # Only kinds of equal number: the lead of others, such as a final update, grows with the program's length.
         pairs = {a: [b for b in totals if b[0] == a[0] and totals[b] == totals[a]] for a in totals}
         for one in passes:
             done[one] += 1
@@ -115,9 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s PLAN --model FILE [options] [-- MEGATRON FLAGS]"
     add_options(parser, {"plan": (None, "PLAN", "plan.json; Megatron's flags come last, after --")})
     add_options(parser.add_mutually_exclusive_group(), {
-        "--rank": (None, "R", "this rank; may be repeated", {"type": count(0, 1 << 20), "action": "append"}),
+        "--rank": (None, "R", "run this rank; may be repeated", {"type": count(0, 1 << 20), "action": "append"}),
         "--kinds": (False, "", "one rank of each kind (default)"),
-        "--all": (False, "", "every rank"),
+        "--all": (False, "", "run every rank"),
     })
     add_options(parser, {
         "--limit-s": (120.0, "S", "seconds that a rank may take (default 120)", {"type": amount(1.0, 1e6)}),
@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def dry_run(options: argparse.Namespace) -> int:
-    """The command; returns 1 where a rank has no figures."""
+    """Run ``dry-run``; returns 1 if a rank has no figures."""
     if options.out:
         check_target(options.out, "--out")
     if options.cuda and options.kernels == "cpu":
@@ -155,7 +155,7 @@ def dry_run(options: argparse.Namespace) -> int:
 
 
 def _chosen(plan: Plan, options: argparse.Namespace) -> list[RankKind]:
-    """Returns what is run: the first rank of each."""
+    """Returns the kinds of ranks to run; the first rank of each is run."""
     if options.rank:
         for rank in options.rank:
             if rank >= plan.world_size:
@@ -167,12 +167,12 @@ def _chosen(plan: Plan, options: argparse.Namespace) -> list[RankKind]:
 
 
 def rank_flags(plan: Plan, model: Any, plan_file: str, more: Sequence[str]) -> list[str]:
-    """Megatron's flags of a rank: of the model, of the plan, and the user's own, which count where they repeat one.
+    """Returns Megatron's flags of a rank: of the model, of the plan, and the user's own, which override the others.
 
     Raises:
         PlannerError: A model that a dry run cannot train.
     """
-    # Here, because emit knows of Slurm, pods and the doctor, and most plans are made without dry runs.
+    # Imported here, because emit imports Slurm, pods and the doctor, and most plans are made without dry runs.
     from ..emit.flags import model_arguments, plan_arguments
 
     model.check_dry_run("Use the planner's estimates")
@@ -193,14 +193,14 @@ def run_ranks(
     cuda: bool = False,
     folder: Path | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Dry runs of ranks, on as many cores as there are: rank to figures, or to ``{"error": text}``.
+    """Run ranks dry on all cores; returns a mapping of rank to figures, or to ``{"error": text}``.
 
     Args:
         limit_s: Seconds for each rank.
         kernels: ``gpu``, ``local`` or ``cpu``.
-        bound_s: Seconds for all of them with the start.
+        bound_s: Seconds for all ranks, including the start.
         cuda: Fake tensors are on a CUDA device, and waits of the host for it are counted.
-        folder: Where a file per rank tells that it is done (``RANK_FILE``); by default one of its own.
+        folder: Gets a file per finished rank (``RANK_FILE``); by default a temporary one.
     """
     if folder is None:
         with TemporaryDirectory(prefix="het-dry-run-") as own:
@@ -249,7 +249,7 @@ def _run_in_turn(
 
 
 def _reason(lines: Sequence[str], ended: str) -> str:
-    """The one line of a log that says why there are no figures, else that its process was ended, else the log's end."""
+    """Returns the log's line with the error, else a note that the process was killed, else the log's end."""
     for line in reversed(lines):
         if line.startswith(("megatron_het", "error:")) or "Error: " in line:
             return line.strip()
@@ -257,7 +257,7 @@ def _reason(lines: Sequence[str], ended: str) -> str:
 
 
 def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, Any]:
-    """A rank's figures beside what the plan predicts."""
+    """Returns a rank's figures and the plan's prediction as a row of values."""
     rank = kind[0]
     row: dict[str, Any] = {"rank": rank, "stands_for": len(kind), "ranks": list(kind)} | (found or {})
     row["device"] = next(r.device_of(rank) for s in plan.stages for r in s.replicas if rank in r.ranks)
@@ -300,7 +300,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _host_waits(rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Where the host waits for the device in an iteration, the most first; nothing where they were not counted."""
+    """Returns the table of host waits per iteration, most frequent first; empty if they were not counted."""
     counted = [row for row in rows if "host_waits" in row and "stream_waits" in row]
     if not counted:
         return []
@@ -314,24 +314,24 @@ def _host_waits(rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def _moved(row: dict[str, Any], what: str | None) -> int:
-    """Bytes sent; None for those of collectives."""
+    """Returns the bytes of one kind of traffic; with None those of all collectives."""
     entries = row["traffic"]
     chosen = [e for e in entries if (e["what"] == what if what else e["what"] not in ("sent", "received"))]
     return sum(e["payload_bytes"] for e in chosen)
 
 
-# What ``plan`` does unless told ``--no-verify``: finalists train dry, one rank of each kind, before one is written.
+# Verification by ``plan`` (unless ``--no-verify``): finalists train dry, one rank of each kind, before one is written.
 #
-# A finalist whose ranks need more than their GPUs have is left, and the next one is tried.  When none is left, the
+# A finalist whose ranks need more than their GPUs have is rejected, and the next one is tried.  If none is left, the
 # plan is searched again with a smaller share of the GPUs' memory, by as much as the closest finalist was off.
 
 
-FINALISTS = 3  # of one search that are run; those after them are the same plan with small changes
+FINALISTS = 3  # run per search; later finalists differ from these only slightly
 SEARCHES = 3  # with the first one
 RANK_S = 120.0  # bound on one rank
-ASKED_S, UNASKED_S = 900.0, 120.0  # bounds on all dry runs, with ``--verify`` and without a word
+ASKED_S, UNASKED_S = 900.0, 120.0  # bounds on all dry runs, with ``--verify`` and by default
 MOST_GPUS = 512
-"""Of a cluster, up to which plans are verified without being asked: programs of larger plans take minutes."""
+"""Largest cluster whose plans are verified by default: programs of larger plans take minutes."""
 LEAST_STEP = 0.01  # the share of memory becomes smaller by this at least
 Search = Callable[[Estimator], SearchResult]  # searches with the memory margin of an estimator
 
@@ -341,7 +341,7 @@ class RankCheck:
     """A rank's dry run beside its GPU."""
 
     rank: int  # the one that ran
-    stands_for: int  # so many ranks are of its kind
+    stands_for: int  # number of ranks of its kind
     stage: int
     gpu: str  # its kind of GPU
     needed_bytes: float  # the peak of the dry run, and what allocator and libraries take; 0 where the dry run failed
@@ -352,12 +352,12 @@ class RankCheck:
 
 @dataclass(slots=True)
 class Verified:
-    """Holds what dry runs say of a plan."""
+    """Results of the dry runs of a plan."""
 
     found: Found  # the finalist that was taken
     plan: Plan
     ranks: list[RankCheck]  # one of each kind
-    left: list[str] = field(default_factory=list)  # why finalists before it were left, in order; for people
+    left: list[str] = field(default_factory=list)  # reasons why earlier finalists were rejected, in order
     searches: int = 1  # how often a plan was searched
     memory_margin: float = 0.95  # share of a GPU's memory in the last search
     seconds: float = 0.0  # that dry runs took
@@ -369,14 +369,14 @@ class Verified:
         return not any(check.error for check in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it but the plan."""
+        """Returns all fields except the plan."""
         names = ("left", "searches", "memory_margin", "seconds", "limit_s")
         body = {name: getattr(self, name) for name in names} | {"complete": self.is_complete}
         return body | {"ranks": [asdict(check) for check in self.ranks]}
 
 
 def verifier_of(options: argparse.Namespace, estimator: Estimator) -> "Verifier | None":
-    """Who runs the finalists dry; None where ``--no-verify`` was given, or nothing was and no dry run is possible.
+    """Returns the verifier of finalists; None with ``--no-verify``, or if no dry run is possible without ``--verify``.
 
     Raises:
         PlannerError: ``--verify``, and a model that a dry run cannot train.
@@ -392,7 +392,7 @@ def verifier_of(options: argparse.Namespace, estimator: Estimator) -> "Verifier 
 
 
 def why_not_verified(estimator: Estimator) -> str:
-    """Why plans are not run dry unless that is asked for; empty where they are."""
+    """Returns why plans are not verified by default; empty if they are."""
     cluster, model = estimator.cluster, estimator.model
     if not all(importlib.util.find_spec(name) for name in ("torch", "megatron")):
         return "torch and Megatron are not installed here"
@@ -406,7 +406,7 @@ def why_not_verified(estimator: Estimator) -> str:
 
 
 def unverified_lines(options: argparse.Namespace, estimator: Estimator) -> list[str]:
-    """Returns what to say where nobody has asked to leave the dry runs out and there are none."""
+    """Returns the note on missing dry runs if ``--no-verify`` was not given."""
     reason = "" if options.verify is False or _is_off() else why_not_verified(estimator)
     return [f"memory is by formula, not checked by dry runs of ranks: {reason}"] if reason else []
 
@@ -432,7 +432,7 @@ class Verifier:
 
     @property
     def progress(self) -> str:
-        """How many ranks of the present plan are done."""
+        """Number of finished ranks of the current plan, as text."""
         if self._now is None:
             return "a plan for dry runs"
         folder, count = self._now
@@ -468,7 +468,7 @@ class Verifier:
                 closest = max(closest, worst.predicted_bytes / worst.needed_bytes)
             if not closest or searches == SEARCHES:
                 break
-            # What the formulas miss, they miss of the next plan as well: fill so much that the rest covers it.
+            # The formulas' error will be about the same for the next plan: leave that much memory free.
             margin = min(closest, estimator.memory_margin - LEAST_STEP)
             estimator = Estimator(estimator.cluster, estimator.model, estimator.costs, estimator.runtime, margin)
             outcome = search(estimator)
@@ -477,8 +477,8 @@ class Verifier:
         raise PlannerError("command line", "--verify", None, problem, hint)
 
     def _checked(self, plan: Plan, memory: Sequence[GroupMemory], gpus: Sequence[str], kernels: str) -> list[RankCheck]:
-        """One rank of each kind beside its GPU, in the time that is left; ``gpus`` are the kinds of the pools."""
-        # The fullest first: where the time is over, the others hardly matter.
+        """Returns one rank of each kind with its GPU, run in the remaining time; ``gpus`` are the pools' kinds."""
+        # The fullest first, because the others matter least if time runs out.
         kinds = sorted(rank_kinds(plan), key=lambda kind: -_share(_formula(plan, kind, memory, gpus)[1]))
         left_s = self._limit_s - self._spent_s
         start_s, short = time.monotonic(), shortened(plan) if left_s > 0 else plan
@@ -497,7 +497,7 @@ class Verifier:
 
 
 def _formula(plan: Plan, kind: RankKind, memory: Sequence[GroupMemory], gpus: Sequence[str]) -> tuple[str, GroupMemory]:
-    """GPU of a kind of rank, and what the planner's formulas say of its memory."""
+    """Returns the GPU of a kind of rank, and its memory by the planner's formulas."""
     rank = kind[0]
     s, replica = next((s, r) for s, stage in enumerate(plan.stages) for r in stage.replicas if rank in r.ranks)
     mine = [m for m in memory if m.stage == s and m.group.tp == replica.tp] or [m for m in memory if m.stage == s]

@@ -1,1 +1,1 @@
-"""``het-plan emit``: everything that Megatron, torchrun and Slurm run."""
+"""``het-plan emit``: flags for Megatron, and scripts for Slurm, torchrun, Kubernetes and SkyPilot."""

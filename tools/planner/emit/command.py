@@ -1,7 +1,7 @@
-"""``emit``: from plan.json to everything that Megatron, torchrun and Slurm run.
+"""``emit``: from plan.json to the flags and scripts of a job.
 
 Writes into one folder: ``plan.json``, ``args.sh``, ``train.sbatch`` (heterogeneous),
-``train-plain.sbatch`` where an ordinary job can do it, ``torchrun-node-<n>.sh``, and ``layout.txt``
+``train-plain.sbatch`` if an ordinary job suffices, ``torchrun-node-<n>.sh``, and ``layout.txt``
 with Megatron's own layout string when the plan needs no extension.  In place of the batch scripts ``jobset.yaml`` or
 ``skypilot.yaml``.
 """
@@ -54,11 +54,11 @@ from .pods import PodOptions
 from .pods import render as pod_texts
 from .scripts import LaunchOptions, het_sbatch, plain_obstacle, plain_sbatch, torchrun_script
 
-# What cluster file and profile promise of a plan's ranks, for the doctor to compare with what is there.
+# Expected times and bandwidths of a plan's ranks, with which the doctor compares its measurements.
 
 
 def expectations_of_files(plan: Plan, cluster: str | os.PathLike[str], profile: str | None) -> Expectations:
-    """Returns what cluster file and profile promise; see :func:`expectations`.
+    """Returns the expectations from the plan's files; see :func:`expectations`.
 
     Raises:
         PlannerError: A bad file, or a plan that does not fit the cluster.
@@ -67,7 +67,7 @@ def expectations_of_files(plan: Plan, cluster: str | os.PathLike[str], profile: 
 
 
 def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> Expectations:
-    """Links between neighbouring stages after the cluster file, layers after the profile.
+    """Returns links between neighbouring stages by the cluster file, and layer times by the profile.
 
     Raises:
         PlannerError: The plan does not fit the cluster.
@@ -80,7 +80,7 @@ def expectations(plan: Plan, cluster: Cluster, profile: Profile | None = None) -
     shape = LayerModel(**{field.name: getattr(model, field.name) for field in fields(LayerModel)})
 
     def distance(timing: LayerTiming) -> tuple[int, int, bool]:
-        """How far an operating point is from that of the plan."""
+        """Distance of an operating point from the plan's."""
         sequences = abs(timing.micro_batch_size - plan.training.micro_batch_size)
         tokens = abs(timing.slice_tokens - plan.model.seq_length)
         return sequences, tokens, timing.recompute != plan.training.recompute
@@ -108,7 +108,7 @@ def seats_of(plan: Plan, cluster: Cluster) -> Mapping[int, Seat]:
 
 
 def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) -> LinkExpectation:
-    """One pair of GPUs alone: what a node's network gives, at most what one GPU reaches."""
+    """Returns the link of one pair of GPUs alone: the node's bandwidth, limited by that of one GPU."""
     a, b = (cluster.nodes[seats[rank].pool] for rank in (first, second))
     if seats[first].host == seats[second].host:
         rates = [node.intra_node_bytes_per_s or cluster.gpu(node.gpu).intra_node_bytes_per_s for node in (a, b)]
@@ -120,11 +120,11 @@ def _link(first: int, second: int, seats: Mapping[int, Seat], cluster: Cluster) 
 
 @dataclass(slots=True)
 class Emitted:
-    """Holds what was written."""
+    """The written files, and notes on them."""
 
     files: dict[str, Path] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)  # the launch, node by node
-    notes: list[str] = field(default_factory=list)  # what the reader should know, e.g. why there is no plain job.
+    nodes: list[Node] = field(default_factory=list)  # all nodes of the launch
+    notes: list[str] = field(default_factory=list)  # for the reader, e.g. why there is no plain job
 
 
 def emit(
@@ -139,16 +139,16 @@ def emit(
     turns: Turns | None = None,
     pods: PodOptions | None = None,
 ) -> Emitted:
-    """Write all files; nothing is written when the plan cannot run or does not fit the nodes.
+    """Write all files, or none if the plan cannot run or does not fit the nodes.
 
     Args:
         kinds: Groups of nodes by name (``node_kinds``).
         groups: Megatron flags besides those of the plan, by purpose.
-        launch: Settings of the scripts; ``run_dir`` is how the nodes see ``out``.
-        expected: What the doctor compares with, where it goes first (``launch.doctor``).
+        launch: Settings of the scripts; ``run_dir`` is the path of ``out`` on the nodes.
+        expected: The doctor's expectations, if it runs first (``launch.doctor``).
 
     Raises:
-        PlannerError: No run can have the plan, or it does not fit the nodes.
+        PlannerError: The plan cannot run, or it does not fit the nodes.
     """
     try:
         check_plan_alone(plan)
@@ -156,7 +156,7 @@ def emit(
         raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
-    if any(node.kinds for node in nodes):  # devices have the numbers of the bus; CUDA's own begin with the fastest
+    if any(node.kinds for node in nodes):  # number devices by PCI bus; CUDA's default starts with the fastest
         launch = replace(launch, environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **(launch.environment or {})})
     if turns is not None:
         check_turns(plan, turns, nodes, kinds)
@@ -194,7 +194,7 @@ def emit(
     if old := sorted({file.name for name in ours.split() for file in out.glob(name)} - set(texts)):
         result.notes.append(f"of an earlier plan or target, and wrong for this one: {', '.join(old)}. Remove them")
     if pods is not None:
-        token_of_file(out / "token", create=True)  # pods share no home folder, where it would be else
+        token_of_file(out / "token", create=True)  # pods share no home folder, the default place
     return result
 
 
@@ -206,7 +206,7 @@ def _slurm_texts(
     elastic: ElasticOptions | None,
     result: Emitted,
 ) -> dict[str, str]:
-    """Returns the batch scripts by name, and says in ``result`` what the reader should know of them."""
+    """Returns the batch scripts by name, and adds notes on them to ``result``."""
     alike = check_told_apart({node.name: whole_kind(node, kinds) for node in nodes})
     texts = {}
     if elastic is not None:
@@ -223,7 +223,7 @@ def _slurm_texts(
 
 
 def _write(out: Path, plans: Mapping[str, Plan], texts: Mapping[str, str]) -> dict[str, Path]:
-    """Plans and texts by name into a folder; nothing where one of them cannot be written."""
+    """Write plans and texts by name into a folder; writes none if one of them cannot be written."""
     for name in (*plans, *texts):
         check_target(out / name, "--out")
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
     check_training(options)
     extra = extra_flags(options.extra, model.flags)
     if any(word.endswith("NullTokenizer") for word in extra) and not any(w.startswith("--vocab-size") for w in extra):
-        extra += ["--vocab-size", str(model.vocab_size)]  # without a file that says it Megatron ends in a TypeError
+        extra += ["--vocab-size", str(model.vocab_size)]  # else Megatron raises a TypeError
     check_target(options.out / "plan.json", "--out")
     launch = launch_options(options, plan)
     local, device_notes = device_arguments(plan, cluster, extra)
@@ -263,11 +263,11 @@ def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
     line += plan_arguments(plan, turns.batch_sizes if turns else "")
     profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
-    inputs = (CLUSTER, MODEL, PROFILE) if profile else (CLUSTER, MODEL)  # for plans where no given one fits
+    inputs = (CLUSTER, MODEL, PROFILE) if profile else (CLUSTER, MODEL)  # for the search of plans if no given one fits
     elastic = ElasticOptions(load_more(options.plans), inputs) if options.elastic else None
     kinds = node_kinds(cluster, options)
     pods = pod_options(options, cluster)
-    check_launch(launch, kinds)  # what is refused at once comes before what takes Megatron's imports
+    check_launch(launch, kinds)  # quick checks come before those that import Megatron
     notes = check_start([*line, "--het-plan", *map(str, (options.plan, *options.plans))], plan.world_size)
     notes += to_fill_in(extra)
     written = emit(plan, options.out, kinds, groups, launch, expected=expected, elastic=elastic, turns=turns, pods=pods)
@@ -294,7 +294,7 @@ DEFAULT_BUILD = "cu130"  # the wheels of PyTorch that this project's requirement
 
 
 def device_arguments(plan: Plan, cluster: Cluster, extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags that the plan's kinds of GPU ask for, and notes on what must be installed on them.
+    """Returns the flags that the plan's kinds of GPU need, and notes on the software to install on them.
 
     Raises:
         PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks; kinds are of several vendors.
@@ -325,7 +325,7 @@ def device_arguments(plan: Plan, cluster: Cluster, extra: Sequence[str]) -> tupl
 
 
 def turns_of(options: argparse.Namespace, model: Model, first: Plan) -> Turns | None:
-    """Returns the plans of ``--step-batch-size-schedule`` besides the first; raises PlannerError."""
+    """Returns the plans of ``--step-batch-size-schedule`` without the first; raises PlannerError."""
     if not options.step_batch_size_schedule:
         return None
     more = load_more(options.plans)
@@ -333,7 +333,7 @@ def turns_of(options: argparse.Namespace, model: Model, first: Plan) -> Turns | 
         of_size = model.model_copy(update={"global_batch_size": plan.training.global_batch_size})
         check_same_model(plan, of_size, file, str(options.model))
         check_experts(plan, of_size, file)
-    try:  # as a run does, which may be far from here
+    try:  # the same check as at the start of the run
         check_batch_schedule([first, *(plan for _, plan in more)], options)
     except PlanError as error:
         hint = error.hint.replace("--het-plan PLAN PLAN", "--plans PLAN")

@@ -2,7 +2,7 @@
 
 The batch script runs the controller on the first node, and one agent per node, each in a Slurm step of its own, so that
 a node that goes down takes no other step with it.  The script knows the kind of every node from the component of the
-job that the node is in, and tells the agent.
+job that the node is in, and passes it to the agent.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ SCRIPT = "elastic.sbatch"
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """Holds what an elastic job is told beyond :class:`LaunchOptions`."""
+    """Settings of an elastic job beyond :class:`LaunchOptions`."""
 
     # further plans with their files, the best one first; the job's own plan comes before them
     more: tuple[tuple[str, Plan], ...] = ()
@@ -42,7 +42,7 @@ class ElasticOptions:
 
 
 def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
-    """The plans of ``--plans``, by file; raises PlannerError for a file with no plan, or one that no run can have."""
+    """Returns the plans of ``--plans`` by file; raises PlannerError for a bad file or a plan that cannot run."""
     found = []
     for file in files:
         try:
@@ -57,7 +57,7 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
 def checked_sbatch(
     plan: Plan, nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, elastic: ElasticOptions
 ) -> str:
-    """The job, with one task per node: a plain job where one can do it, else a component per kind of node.
+    """Returns the job with one task per node: a plain job if one suffices, else a component per kind of node.
 
     Slurm leaves the job alone when a node fails (``--no-kill``), queues it again when the first node fails
     (``--requeue``), and tells the batch script before its time is over (``--signal``).  Raises PlannerError.
@@ -85,7 +85,7 @@ def checked_sbatch(
         first=f'$(scontrol show hostnames "${first}" | head -n1)',
         node_count=len(nodes),
         how=how(elastic),
-        # Agents choose devices where Slurm gives out more of a node than the plan uses.
+        # Agents choose devices if Slurm allocates more of a node than the plan uses.
         chooses=any(chosen_devices(node, kinds) for node in nodes),
         features=features_of(parts, kinds) if plain else [],
         agents=[_agent(part, kinds, *group) for part, group in zip(parts, groups, strict=True)],
@@ -122,7 +122,7 @@ def check_elastic(
 
 
 def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[str]:
-    """Returns what a failing node costs more than usual."""
+    """Returns notes on node failures that requeue the whole job."""
     if not plain_obstacle(nodes, kinds) or len(_leader_first(components(nodes, kinds))[0].nodes) > 1:
         return []
     return [
@@ -132,7 +132,7 @@ def notes(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[str]:
 
 
 def _leader_first(parts: Sequence[Component]) -> list[Component]:
-    """The component with most nodes first; which rank is where does not depend on the order.
+    """Sort the component with most nodes first; the placement of ranks does not depend on the order.
 
     It is the leader of the heterogeneous job.  When a node of any component fails, Slurm leaves a leader of several
     nodes alone, and queues the whole job again where the leader has one node.
@@ -151,7 +151,7 @@ def _agent(part: Component, kinds: Mapping[str, NodeGroup], *words: str) -> str:
 
 
 def how(elastic: ElasticOptions) -> str:
-    """Bash: where the controller's plans come from."""
+    """Bash words for the sources of the controller's plans."""
     words = ["--plans", *(f'"$RUN_DIR/{name}"' for name in ("plan.json", *elastic.named))]
     for flag, name in zip(("--cluster", "--model", "--profile"), elastic.inputs, strict=False):
         words += [flag, f'"$RUN_DIR/{name}"']
@@ -159,7 +159,7 @@ def how(elastic: ElasticOptions) -> str:
 
 
 def elastic_environment(plan: Plan, launch: LaunchOptions, elastic: ElasticOptions) -> dict[str, str]:
-    """Variables of every rank: what one of the plans needs, and what a plan that is searched may need."""
+    """Variables of every rank: those that one of the plans needs, and those that a searched plan may need."""
     found: dict[str, str] = {}
     for one in (plan, *(other for _, other in elastic.more)):
         found |= environment_of(one)

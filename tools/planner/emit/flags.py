@@ -21,7 +21,7 @@ from ..inputs.model_parts import PART_ARGUMENTS, Experts, FlagValue, flag_words
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Holds what a training whose global batch size changes is told."""
+    """Batch sizes and plans of a training whose global batch size changes."""
 
     batch_sizes: str  # Megatron's ``--step-batch-size-schedule``
     more: tuple[tuple[str, Plan], ...] = ()  # the plans of the other sizes, with their files
@@ -38,12 +38,12 @@ def named_plans(more: Sequence[tuple[str, Plan]]) -> dict[str, Plan]:
 
 
 def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> list[str]:
-    """Flags of the model: its shape, its parts, and what the model file has besides.
+    """Returns the flags of the model: its shape, its parts, and further flags of the model file.
 
     Args:
-        plan: Its shape counts.
-        options: What a plan does not say of its model.
-        extra: The user's further flags, which may say themselves what a document is.
+        plan: Gives the model's shape.
+        options: Properties of the model that a plan does not hold.
+        extra: The user's further flags, which may define documents themselves.
     """
     model = plan.model
     found: dict[str, FlagValue] = {
@@ -66,7 +66,7 @@ def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> 
     found["swiglu"] = options.gated and "quick-geglu" not in options.flags
     found["disable-bias-linear"] = not options.biases
     found["untie-embeddings-and-output-weights"] = not model.tied_embeddings
-    if model.pattern:  # which says both numbers of layers
+    if model.pattern:  # it gives the number of layers and of later tokens
         del found["num-layers"]
         found["hybrid-layer-pattern"] = model.pattern
         found |= _size_flags("mamba", options.mamba) | _size_flags("delta_net", options.delta_net)
@@ -86,7 +86,7 @@ def model_arguments(plan: Plan, options: Model, extra: Collection[str] = ()) -> 
 
 
 def _size_flags(part: str, sizes: Any) -> dict[str, FlagValue]:
-    """Flags of the sizes of a part of the model, where it has the part; a size of 0 has none."""
+    """Flags of the sizes of a part of the model, if it has the part; a size of 0 has no flag."""
     found = {name: getattr(sizes, size, 0) for size, (name, _) in PART_ARGUMENTS[part].items()}
     return {name.replace("_", "-"): value for name, value in found.items() if value}
 
@@ -104,7 +104,7 @@ def _attention_flags(options: Model) -> dict[str, FlagValue]:
 
 
 def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
-    """Flags of the layers of experts; how tokens are balanced is the model file's, or the user's."""
+    """Flags of the layers of experts; load balancing is set by the model file or the user."""
     found: dict[str, FlagValue] = {
         "num-experts": experts.count,
         "moe-router-topk": experts.top_k,
@@ -119,7 +119,7 @@ def _expert_flags(experts: Experts, num_layers: int) -> dict[str, FlagValue]:
 
 
 def common_arguments(plan: Plan) -> list[str]:
-    """Flags that all plans of one training have in common; the rest comes from the plan of the moment."""
+    """Flags that all plans of one training have in common; the other flags come from the current plan."""
     return [*_batch_and_precision(plan), "--dist-ckpt-optim-fully-reshardable"]
 
 
@@ -135,8 +135,8 @@ def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
     """Flags of batch, precision, recompute and optimizer that the plan fixes.
 
     Args:
-        plan: The plan, or the first of those that take turns.
-        batch_sizes: Megatron's schedule of global batch sizes, which stands in place of the plan's size.
+        plan: The plan, or the first of several.
+        batch_sizes: Megatron's schedule of global batch sizes, which replaces the plan's size.
     """
     training = plan.training
     words = ["--micro-batch-size", str(training.micro_batch_size), *_batch_and_precision(plan, batch_sizes)]
@@ -154,11 +154,11 @@ def plan_arguments(plan: Plan, batch_sizes: str = "") -> list[str]:
 
 
 def extension_reasons(plan: Plan, turns: Turns | None = None) -> list[str]:
-    """Why stock Megatron cannot run the plan, or the plans that take turns; empty when it can."""
+    """Reasons why stock Megatron cannot run the plan or plans; empty if it can."""
     reasons = ["plans take turns"] if turns and turns.more else []
     if plan.schedule.name not in STOCK:
         reasons.append(f"schedule {plan.schedule.name}")
-    # Slack only matters where stages divide microbatches differently, which is a reason of its own.
+    # Slack only matters if stages divide microbatches differently, which is listed anyway.
     reasons += [
         f"its schedule sets '{name}'" for name, value in plan.schedule.parameters.items() if value and name != "slack"
     ]
@@ -194,7 +194,7 @@ def stock_arguments(plan: Plan) -> list[str]:
     if cut.ep > 1 or cut.etp:
         words += ["--expert-model-parallel-size", str(cut.ep), "--expert-tensor-parallel-size", str(cut.expert_tp)]
     if stages > 1:
-        # With one stage Megatron ignores a layout without saying so, hence none is given then.
+        # With one stage Megatron silently ignores a layout, so none is given.
         words += ["--pipeline-model-parallel-layout", layout_string(plan)]
     return words
 

@@ -1,4 +1,4 @@
-"""Options of ``het-plan emit``, the settings of a launch, and what is refused before a file is written."""
+"""Options of ``het-plan emit``, the settings of a launch, and checks before a file is written."""
 
 import argparse
 import importlib.util
@@ -38,7 +38,7 @@ _DATA = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-da
 
 
 def _instead(flag: str) -> str:
-    """Returns what to do in place of giving a flag."""
+    """Returns the hint for a refused flag: what to do instead."""
     if flag in ("load", "finetune", "exit-on-missing-checkpoint"):
         return _WEIGHTS
     if flag in MODEL_FLAGS:
@@ -47,7 +47,7 @@ def _instead(flag: str) -> str:
 
 
 def to_fill_in(words: Sequence[str]) -> list[str]:
-    """Returns what a job still needs that no file says: data and tokenizer."""
+    """Returns what a job still needs from the user: data and tokenizer."""
     given = {word.split("=", 1)[0] for word in words}
     missing = [] if given & set(_DATA) else ["data (--data-path PREFIX, or --mock-data)"]
     kind = dict(zip(words, words[1:], strict=False)).get("--tokenizer-type", "")
@@ -60,10 +60,10 @@ def to_fill_in(words: Sequence[str]) -> list[str]:
 
 
 def check_start(words: Sequence[str], world_size: int) -> list[str]:
-    """Send a training's flags through Megatron's own parser and the checks of a start, in a process of its own.
+    """Check a training's flags with Megatron's own parser and the checks of a start, in a separate process.
 
     Returns:
-        Why nothing was checked, where Megatron is not installed or does not answer.
+        Why nothing was checked, if Megatron is not installed or does not answer.
 
     Raises:
         PlannerError: The job would not start.
@@ -100,7 +100,7 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
-    """Every text that becomes part of a script; raises PlannerError."""
+    """Check every text that becomes part of a script; raises PlannerError."""
     for option, value, problem in (
         ("--run-dir", launch.run_dir, files.folder_problem(launch.run_dir)),
         ("--job-name", launch.job_name, files.job_problem(launch.job_name)),
@@ -144,10 +144,10 @@ def check_told_apart(kinds: Mapping[str, NodeGroup]) -> list[str]:
     """Check that Slurm can tell nodes with different GPUs apart; else stages for one kind may land on the other.
 
     Returns:
-        What the reader should know where the cluster file has no settings of Slurm at all.
+        A note if the cluster file has no settings of Slurm at all.
 
     Raises:
-        PlannerError: Two kinds would be asked for by the same words.
+        PlannerError: Slurm would get the same request for two kinds.
     """
     asked: dict[tuple[str, ...], str] = {}
     uses_slurm = any(kind.slurm.partition or kind.slurm.constraint or kind.slurm.account for kind in kinds.values())
@@ -188,7 +188,7 @@ def check_turns(plan: Plan, turns: Turns, nodes: Sequence[Node], kinds: Mapping[
 
 
 def check_training(options: Any) -> None:
-    """Iterations, batch sizes and learning rate; raises PlannerError."""
+    """Check iterations, batch sizes and learning rate; raises PlannerError."""
     if options.train_iters is not None and options.train_samples is not None:
         raise PlannerError("emit", "--train-iters", options.train_iters, "--train-samples is given too", "Give one")
     options.train_iters = 1000 if options.train_iters is None else options.train_iters
@@ -211,10 +211,10 @@ def check_training(options: Any) -> None:
 
 
 def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyType({})) -> list[str]:
-    """The words of ``--extra``.
+    """Returns the words of ``--extra``.
 
     Args:
-        model_flags: Those that the model file says; what they decide of the model is not for ``--extra``.
+        model_flags: Flags of the model file, which ``--extra`` may not repeat.
 
     Raises:
         PlannerError: Unbalanced quotes, control characters, a flag that plan, model file or scripts set.
@@ -232,7 +232,7 @@ def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyTy
         name = word.split("=", 1)[0].removeprefix("--")
         if not word.startswith("--") or not name:
             continue
-        # argparse takes the beginning of a flag for the flag.
+        # argparse accepts an unambiguous prefix of a flag.
         managed = next((m for m in managed_flags if m == name or (len(name) > 3 and m.startswith(name))), None)
         if managed is not None:
             problem = f"--{managed} follows from the plan, the model file or an option of emit, and would contradict it"
@@ -241,7 +241,7 @@ def extra_flags(text: str, model_flags: Mapping[str, FlagValue] = MappingProxyTy
 
 
 def training_group(options: argparse.Namespace) -> list[str]:
-    """Returns the flags of the optimization that the command line offers."""
+    """Returns Megatron's flags for the training options of this command."""
     length = ["--train-samples", str(options.train_samples)]
     if not options.train_samples:
         length = ["--train-iters", str(options.train_iters)]
@@ -256,7 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, {
         "plan": (None, "", "plan.json", {"type": Path}),
         "--out": (Path("run"), "", "folder to write into, made if missing (default %(default)s)"),
-        "--run-dir": ("", "", "the same folder as the nodes see it (default: its absolute path)"),
+        "--run-dir": ("", "", "path of the folder on the nodes (default: its absolute path)"),
         "--train-iters": (None, "N", "iterations (default 1000)", {"type": int}),
         "--train-samples": (None, "N", "sequences to train on, instead of --train-iters", {"type": int}),
         "--step-batch-size-schedule": (
@@ -269,45 +269,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--python": ("python", "", "interpreter on the nodes (default %(default)s)"),
         "--cpus-per-task": (
             None, "N", "with Slurm: cores of a rank (default: a node's ranks share its cores)", {"type": int}),
-        **{f"--{key}": ("", "", f"Slurm's {text}; where the cluster file does not say it") for key, text in (
+        **{f"--{key}": ("", "", f"Slurm's {text}; if the cluster file has none") for key, text in (
             ("qos", "quality of service"),
             ("reservation", "reservation"),
             ("licenses", "licences, like name:4"),
-            ("mem", "memory of a node, like 64G (default: all of it, where all GPUs of a node are used)"),
+            ("mem", "memory of a node, like 64G (default: all of it, if all GPUs of a node are used)"),
         )},
         "--exclusive": (
-            None, "", "nodes for this job alone (default: where all GPUs of a node are used and its cores are not "
+            None, "", "nodes for this job alone (default: if all GPUs of a node are used and its cores are not "
             "known)", {"action": argparse.BooleanOptionalAction}),
         "--notice-s": (
             None, "S", "seconds before --time-limit at which a Slurm job saves and stops (default 120)", {"type": int}),
         "--at-time-limit": (
-            None, "", "what it does then (default requeue): be queued again, submit another job that goes on, or end",
+            None, "", "after that save (default requeue): queue the job again, submit another job that resumes, or end",
             {"choices": get_args(AtTimeLimit)}),
         "--target": (
-            "slurm", "", "what starts the job (default %(default)s): slurm (torchrun scripts as well), jobset "
+            "slurm", "", "launcher of the job (default %(default)s): slurm (and torchrun scripts), jobset "
             "(Kubernetes) or skypilot (clouds; its job groups are experimental); see docs/kubernetes.md",
             {"choices": get_args(Target)}),
         "--volume": (
-            [], "NAME:FOLDER", "without Slurm: claim (jobset) or bucket (skypilot) that nodes see as FOLDER; one has "
-            "the run's folder", {"action": "append"}),
+            [], "NAME:FOLDER", "without Slurm: claim (jobset) or bucket (skypilot) that nodes mount as FOLDER; one "
+            "must contain the run's folder", {"action": "append"}),
         "--queue": ("", "NAME", "with --target jobset: Kueue's queue"),
         "--restarts": (
             None, "N", "with --target jobset: starts after a failure (default 10)", {"type": count(0, 10**6)}),
-        "--modules": ([], "NAME", "environment modules to load first, without pods", {"nargs": "+"}),
+        "--modules": ([], "NAME", "environment modules that the scripts load first (not in pods)", {"nargs": "+"}),
         "--prologue": (None, "FILE", "bash that the scripts run first; a copy is written beside them", {"type": Path}),
-        "--container": ("", "IMAGE", "image in which the ranks run (Slurm, pods)"),
+        "--container": ("", "IMAGE", "container image of the ranks (Slurm, pods)"),
         "--container-runtime": (
-            None, "", "with Slurm: who starts it, pyxis (default; Slurm's plugin for enroot) or apptainer",
+            None, "", "with Slurm: container runtime, pyxis (default; Slurm's plugin for enroot) or apptainer",
             {"choices": ("pyxis", "apptainer")}),
         "--container-mounts": (
             [], "DIR", "with Slurm: folders besides that of the run, as /FOLDER[:/INSIDE[:ro]]", {"nargs": "+"}),
         "--doctor": (False, "", "the scripts check the nodes before they train; see docs/doctor.md"),
         "--elastic": (
-            False, "", "write elastic.sbatch too: the job goes on under another plan when a node goes down, and after "
-            "it was queued again; see docs/elastic.md"),
+            False, "", "write elastic.sbatch too: the job continues under another plan when a node fails, and after "
+            "it was requeued; see docs/elastic.md"),
         "--plans": (
-            [], "FILE", "with --elastic: further plans, the best one first; for nodes that none of them fits, one is "
-            "searched. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
+            [], "FILE", "with --elastic: further plans, the best one first; if none fits the nodes, the job searches "
+            "for one. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
         "--profile": (
             None, "FILE", "profile.json that the plan was made from: --doctor compares devices with it, and replan "
             "corrects it"),
@@ -324,7 +324,7 @@ _OF_TARGETS: dict[str, tuple[Target, ...]] = {
     "queue": ("jobset",),
     "restarts": ("jobset",),
 }
-"""What starts the jobs that an option is for; options that are not here are for all of them."""
+"""Launchers that support an option; options that are not listed apply to all of them."""
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_belongs(options: argparse.Namespace) -> None:
-    """Check that every option is for what starts the job; raises PlannerError."""
+    """Check that every option applies to the job's launcher; raises PlannerError."""
     for name, value in _given(options, _OF_TARGETS).items():
         problem, targets = "", _OF_TARGETS[name]
         if options.target not in targets:
@@ -364,7 +364,7 @@ def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
         python=options.python,
         save_interval=options.save_interval,
         doctor=options.doctor,
-        # How many they are when batches grow is Megatron's to say.
+        # With growing batches Megatron computes the number of iterations.
         iterations=0 if options.step_batch_size_schedule else iterations,
         prologue=read_prologue(options.prologue),
         container=container,
@@ -373,10 +373,10 @@ def launch_options(options: argparse.Namespace, plan: Plan) -> LaunchOptions:
 
 
 def pod_options(options: argparse.Namespace, cluster: Cluster) -> PodOptions | None:
-    """Returns what a launch without Slurm is told; None with Slurm.
+    """Returns the settings of a launch without Slurm; None with Slurm.
 
     Raises:
-        PlannerError: A bad volume, or GPUs that the target has no name for.
+        PlannerError: A bad volume, or GPUs without a name on the target.
     """
     if options.target == "slurm":
         return None
@@ -410,10 +410,10 @@ def node_kinds(cluster: Cluster, options: argparse.Namespace | None = None) -> d
     """The cluster file's groups of nodes, named after their GPU, and after their place where that is not enough.
 
     Args:
-        options: Of the command line, which count where the file says nothing.
+        options: Of the command line, used where the file has no setting.
 
     Returns:
-        With what Slurm is asked filled in; nodes without GPUs have no resource and no accelerator.
+        The groups with their Slurm settings filled in; nodes without GPUs have no resource and no accelerator.
     """
     gpus = [group.gpu for group in cluster.nodes]
     kinds: dict[str, NodeGroup] = {}

@@ -1,7 +1,7 @@
 """Launches without Slurm: ``jobset.yaml`` for Kubernetes, and ``skypilot.yaml`` for clouds; see docs/kubernetes.md.
 
 Every node is a pod (or a machine) of its kind.  The pod runs the script of its node, whose number is a constant of the
-kind plus the pod's index; an elastic job's pods run an agent, and one more pod the controller.  What a user writes is a
+kind plus the pod's index; an elastic job's pods run an agent, and one more pod the controller.  A user's text is a
 value of the file and never part of a command.
 """
 
@@ -30,15 +30,15 @@ _RETRIES = 1000  # pods of an elastic job that may be replaced: any number that 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """Holds what a launch without Slurm is told."""
+    """Settings of a launch without Slurm."""
 
     target: Target  # which file is written
-    image: str = ""  # of all containers; SkyPilot can do without
+    image: str = ""  # of all containers; optional with SkyPilot
     # where the folder of the run is seen by all nodes: names of claims (JobSet) or addresses of buckets (SkyPilot), by
     # the folder where they are mounted
     volumes: Mapping[str, str] = field(default_factory=dict)
     queue: str = ""  # kueue's queue; empty: none
-    restarts: int = 10  # how often a JobSet starts again after a failure
+    restarts: int = 10  # restarts of a JobSet after failures
 
 
 _SECTIONS = {"jobset": "kubernetes: {node_selector: {LABEL: VALUE}}", "skypilot": "skypilot: {accelerators: NAME}"}
@@ -58,7 +58,7 @@ def part_names(parts: Sequence[Component], kinds: Mapping[str, NodeGroup]) -> li
 def check_pods(
     parts: Sequence[Component], kinds: Mapping[str, NodeGroup], launch: LaunchOptions, pods: PodOptions
 ) -> None:
-    """Check what the file is made from.
+    """Check names, image, volumes and kinds.
 
     Raises:
         PlannerError: A name that DNS does not allow, no image, no volume, or kinds that cannot be told apart.
@@ -119,7 +119,7 @@ def render(
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """Holds one group of equal pods."""
+    """One group of equal pods."""
 
     name: str
     count: int
@@ -156,7 +156,7 @@ def _roles(
             own |= {"PYTHON": kind.python} if kind.python else {}
         if elastic and node.kinds:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.devices))
-        # A pod has all GPUs of a node with several kinds, of which its ranks choose: a number tells no kinds apart.
+        # A pod gets all GPUs of a node with several kinds: a resource count selects no kind.  Its ranks choose theirs.
         gpus = kind.gpus_per_node if node.kinds else part.per_node
         roles.append(_Role(name, len(part.nodes), gpus, {**common, **own}, kind.kubernetes, kind.skypilot))
         first += len(part.nodes)
@@ -164,7 +164,7 @@ def _roles(
 
 
 _START = [
-    # Another one for every start of the JobSet, the same for all pods that take each other's place in it.
+    # A new value for every start of the JobSet, the same for replacements of a pod within one start.
     {
         "name": "HET_START",
         "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},

@@ -1,7 +1,7 @@
 """Launch scripts: one Slurm file (heterogeneous or plain), and one torchrun script per node.
 
 All of them set ranks explicitly, turn the flight recorder on, write logs under the run's folder and
-resume from the newest checkpoint.  A Slurm job saves and stops before its time is over, and goes on later.
+resume from the newest checkpoint.  A Slurm job saves and stops before its time limit, and resumes later.
 Their bash is in ``assets/``, as templates of Jinja2.
 """
 
@@ -18,12 +18,12 @@ from ..inputs.files import comment, default_of, is_feature, quote
 from ..inputs.packing import Component, Node, asked_gres, chosen_devices, components, task_ranks, whole_kind
 
 AtTimeLimit = Literal["requeue", "chain", "stop"]
-"""What a job does that has saved before its time is over: it is queued again, it submits the next one, or it ends."""
+"""Action after the save before the time limit: queue the job again, submit the next job, or end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Holds in what the processes of a job run."""
+    """The container of a job's processes."""
 
     image: str  # a file, or a name of a registry
     runtime: Literal["pyxis", "apptainer"] = "pyxis"  # ``pyxis`` (Slurm's plugin for enroot) or ``apptainer``
@@ -31,7 +31,7 @@ class Container:
 
     @property
     def step(self) -> str:
-        """Words of ``srun``, where Slurm starts the container."""
+        """Options of ``srun`` if Slurm starts the container."""
         if self.runtime != "pyxis":
             return ""
         # Without a second path a folder is mounted at its own.
@@ -41,7 +41,7 @@ class Container:
 
     @property
     def command(self) -> str:
-        """Words before a command that runs in the container, where the command starts the container."""
+        """Words in front of a command if the command itself starts the container."""
         if self.runtime != "apptainer":
             return ""
         mounts = "".join(f" --bind {quote(mount)}" for mount in self.mounts)
@@ -52,7 +52,7 @@ class Container:
 class LaunchOptions:
     """Settings of the scripts."""
 
-    run_dir: str  # folder of the run as the nodes see it: args.sh, logs and checkpoints live there
+    run_dir: str  # path of the run's folder on the nodes, with args.sh, logs and checkpoints
     job_name: str = "megatron-het"
     time_limit: str = "24:00:00"  # Slurm's time limit
     python: str = "python"  # the interpreter
@@ -61,12 +61,12 @@ class LaunchOptions:
     environment: Mapping[str, str] | None = None  # further variables for every rank
     cpus_per_task: int = 0  # cores of a rank; 0 = a node's ranks share its cores
     doctor: bool = False  # check the nodes first; the training starts only if they are fit
-    iterations: int = 0  # after which the training is over; 0: unknown
-    notice_s: int = 120  # so long before the end of its time a job saves and stops, in seconds
-    at_time_limit: AtTimeLimit = "requeue"  # what it does then
+    iterations: int = 0  # of the whole training; 0: unknown
+    notice_s: int = 120  # seconds before the time limit at which a job saves and stops
+    at_time_limit: AtTimeLimit = "requeue"  # action after that save
     modules: tuple[str, ...] = ()  # environment modules that are loaded first
     prologue: str = ""  # bash that is run first, in the same shell
-    container: Container | None = None  # in what the processes run
+    container: Container | None = None  # None without a container
 
 
 # Variables of the process, each unless the user has set it.
@@ -84,7 +84,7 @@ _ENVIRONMENT = {
 
 
 def settings(options: LaunchOptions) -> str:
-    """Variables of the script: where things are, and the environment of every rank."""
+    """Bash variables of the script: paths, and the environment of every rank."""
     lines = [
         f"export RUN_DIR={quote(options.run_dir)}",
         'export CHECKPOINTS="${CHECKPOINTS:-$RUN_DIR/checkpoints}"',
@@ -111,7 +111,7 @@ def script(name: str, options: LaunchOptions, *, signal: str = "", in_container:
     """A script of ``assets/``, filled in.
 
     Args:
-        signal: What tells a batch script that its time is nearly over; empty without Slurm.
+        signal: The signal before the time limit; empty without Slurm.
         in_container: Whether the script's commands run in the job's container, if it has one.
     """
     before = options.container.command if options.container and in_container else ""
@@ -148,7 +148,7 @@ def resources(
     first = kinds[parts[0].kind]
     tasks = tasks_per_node or most
     words = [f"--nodes={sum(len(p.nodes) for p in parts)}", f"--ntasks-per-node={tasks}"]
-    # One request for all nodes: what the smallest of them has.
+    # One request for all nodes: the resources of the smallest one.
     whole = [whole_kind(p.nodes[0], kinds) for p in parts]
     least = min(kind.cores(min(most, kind.gpus_per_node)) for kind in whole)
     cores = (options.cpus_per_task * most or least) // tasks
@@ -166,11 +166,11 @@ def resources(
     return words + _share(first, is_whole=all(p.is_whole for p in parts), has_cores=cores > 0)
 
 
-_OF_A_JOB = ("account", "qos", "reservation", "licenses")  # what a plain job asks for all of its nodes
+_OF_A_JOB = ("account", "qos", "reservation", "licenses")  # options of a plain job for all of its nodes
 
 
 def _share(kind: NodeGroup, *, is_whole: bool, has_cores: bool) -> list[str]:
-    """Returns words for what the job gets of its nodes: all, where it uses all of their GPUs."""
+    """Returns the options for the share of a node: all of it if the job uses all of its GPUs."""
     exclusive = is_whole and not has_cores if kind.slurm.exclusive is None else kind.slurm.exclusive
     words = ["--exclusive"] if exclusive else []
     memory = kind.slurm.mem or ("0" if is_whole else "")
@@ -181,7 +181,7 @@ def _in_step(options: LaunchOptions, call: str) -> str:
     """The command of a step that calls a function of the script."""
     if not options.container or options.container.runtime != "pyxis":
         return f"bash -c {quote(call)}"
-    # A container need not keep functions that are in the environment.
+    # A container may drop exported functions.
     return f'bash -c "$(declare -f train as_task{" diagnose" if options.doctor else ""}); {call}"'
 
 
@@ -218,7 +218,7 @@ def _train_sbatch(
     """
     ranks = task_ranks(parts)
     pythons = [kinds[part.kind].python for part in parts for _ in part.ranks]
-    # Where Slurm gives out more of a node than the plan uses.
+    # If Slurm allocates more of a node than the plan uses.
     devices = [chosen_devices(node, kinds) for part in parts for node in part.nodes for _ in node.ranks]
     # A node's tasks share the job's cores there, unless each was given a number, which srun does not take from the job
     # in all versions of Slurm.
@@ -288,17 +288,17 @@ def plain_sbatch(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup], options:
 
 
 def features_of(parts: Sequence[Component], kinds: Mapping[str, NodeGroup]) -> list[str]:
-    """The feature of every part of a plain job, by which its hosts are told apart."""
+    """Returns the Slurm feature of every part of a plain job, which identifies its hosts."""
     return ["any"] if len(parts) == 1 else [kinds[part.kind].slurm.constraint or "" for part in parts]
 
 
 def torchrun_script(nodes: Sequence[Node], index: int, options: LaunchOptions, python: str | None = None) -> str:
     """The script to start on node ``index``; all nodes' scripts are started at about the same time.
 
-    Static rendezvous: with c10d the rank order would be arbitrary, and the plan says who is where.
+    Static rendezvous: with c10d the rank order would be arbitrary, but the plan fixes the node of each rank.
 
     Args:
-        python: The interpreter of this node, where it has its own.
+        python: The interpreter of this node, if it has its own.
     """
     node, options = nodes[index], replace(options, python=python or options.python)
     place = comment(node.name + (f", {node.host}" if node.host else ""))

@@ -92,7 +92,7 @@ def transformer_config(settings: ProfileSettings, point: Point, layers: int) -> 
 
 
 def _special(settings: ProfileSettings, point: Point) -> tuple[type[TransformerConfig], dict[str, Any]]:
-    """Returns what a layer with experts, latent attention or a sliding window has besides."""
+    """Returns the additional config fields of a layer with experts, latent attention or a sliding window."""
     model, extra = settings.model, dict[str, Any]()
     kind: type[TransformerConfig] = TransformerConfig
     if model.head_size:
@@ -123,7 +123,7 @@ def has_experts(settings: ProfileSettings, point: Point) -> bool:
 
 
 def _layer_spec(settings: ProfileSettings, config: TransformerConfig, point: Point) -> Any:
-    """The modules that training would have; of a hybrid model those of one kind of layer."""
+    """Returns the spec of the layer as in training; of a hybrid model that of one kind of layer."""
     spec = _whole_layer_spec(settings, config)
     if point.layer == "attention":
         names: tuple[str, ...] = ("pre_mlp_layernorm", "mlp", "mlp_bda")
@@ -196,7 +196,7 @@ class Part:
     """One layer kind at one operating point, with gradient buffer and optimizer.
 
     Args:
-        layers: Of a transformer layer, how many in turn.
+        layers: Number of equal transformer layers in sequence.
     """
 
     def __init__(self, settings: ProfileSettings, point: Point, layers: int = 1) -> None:
@@ -270,7 +270,7 @@ class Part:
         self.data["hidden"].grad = None
 
     def update(self) -> None:
-        """Runs what follows the gradient reduction in one iteration: norm, clipping, Adam, zeroing."""
+        """Run the steps after the gradient reduction of an iteration: norm, clipping, Adam, zeroing."""
         self.optimizer.step()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -326,7 +326,7 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
         once = _pass_s(part, settings.window_s, group)
         forward.append(once[0])
         backward.append(once[1])
-        if double is not None:  # right after the other, so that a change of speed hits both
+        if double is not None:  # right after the single layer, so that a change of speed affects both
             twice = _pass_s(double, settings.window_s, group)
             fixed.append((2 * once[0] - twice[0], 2 * once[1] - twice[1]))
         barrier()
@@ -373,7 +373,7 @@ def _warm_up(part: Part) -> None:
 
 
 def _double(settings: ProfileSettings, point: Point) -> Part | None:
-    """Two such layers in turn; None for embedding and head, and where they do not fit the device."""
+    """Returns two such layers in sequence; None for embedding and head, and if they do not fit the device."""
     if point.layer in ENDS:
         return None
     try:
@@ -394,7 +394,7 @@ def _pass_s(part: Part, window_s: float, group: Any) -> tuple[float, float]:
 
 
 def _fixed_s(differences: list[float], whole_s: float) -> float:
-    """Returns what two passes of one layer take more than a pass of two layers; at most half of a pass."""
+    """Returns the fixed cost: two passes of one layer less a pass of two layers, at most half of a pass."""
     return min(max(0.0, statistics.median(differences)), whole_s / 2) if differences else 0.0
 
 
@@ -451,7 +451,7 @@ def _memory(part: Part) -> tuple[int, int, int]:
         part.backward(output)
         del output
     saved = sum(kept.values())
-    # The layer's input was there before; it counts as kept, and not as growth.
+    # The layer's input was allocated before; it counts as kept, not as growth.
     workspace = visit.growth_bytes - (saved - kept.get(hidden, 0))
     return saved, max(0, workspace), output_bytes
 

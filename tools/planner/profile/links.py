@@ -74,7 +74,7 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
 
     Args:
         sizes: Payload sizes in bytes, as the caller of the operation sees them.
-        repeats: The median over this many is kept; after one that warms up.
+        repeats: Number of repetitions whose median is kept, after one warm-up.
     """
     group = dist.new_group(list(link.ranks))
     rank = dist.get_rank()
@@ -120,7 +120,7 @@ def _operation(link: Link, size: int, group: Any, device: torch.device) -> Calla
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of one repetition, after one that warms up."""
+    """Median seconds of one repetition, after one warm-up."""
     work()
     times = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""The command ``profile`` and its settings: what to measure, at which operating points, and what is already there."""
+"""The command ``profile`` and its settings: the operating points to measure, and those already in the file."""
 
 import argparse
 import dataclasses
@@ -54,7 +54,7 @@ class ProfileSettings:
     slice_tokens: tuple[int, ...] = ()  # tokens per pass; empty = the sequence length only
     recompute: tuple[str, ...] = ("none",)  # recompute granularities; only the transformer layer depends on it
     # Seconds during which one figure is measured.  All ranks measure during the same window, so devices that share
-    # something (a core, a PCIe switch, power) slow each other down just as they do in training.
+    # a resource (a core, a PCIe switch, power) slow each other down as in training.
     window_s: float = 1.0
     windows: int = 3  # the median over this many windows is kept
     normalization: str = "RMSNorm"  # ``RMSNorm`` or ``LayerNorm``
@@ -234,7 +234,7 @@ def fit_line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 # them), the same command becomes one rank of the run; every node names its own ``--kind``.
 #
 # Runs of other kinds add to the same file.  What the file already holds is not measured again, so an
-# interrupted run goes on where it stopped.
+# interrupted run continues where it stopped.
 
 
 #: The module to run after ``torchrun ... -m``.
@@ -259,15 +259,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--largest-batch-layers": (
             0, "LAYERS", "search the largest micro batch with this many layers held (0: no search)",
             {"type": count(0, 10_000)}),
-        "--normalization": ("RMSNorm", "", "of layers (default %(default)s)", {"choices": ("RMSNorm", "LayerNorm")}),
-        "--activation": ("swiglu", "", "of layers (default %(default)s)", {"choices": ("swiglu", "gelu")}),
+        "--normalization": ("RMSNorm", "", "kind of norm (default %(default)s)", {"choices": ("RMSNorm", "LayerNorm")}),
+        "--activation": ("swiglu", "", "of the MLP (default %(default)s)", {"choices": ("swiglu", "gelu")}),
         "--no-links": (False, "", "do not measure links"),
     })
     # fmt: on
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Numbers and names, before anything is imported or started; raises PlannerError."""
+    """Check numbers and names before anything is imported or started; raises PlannerError."""
     for option, most in {"micro_batch_sizes": 1 << 17, "tp": 1024, "ep": 1024, "slice_tokens": 1 << 27}.items():
         flag = "--" + option.replace("_", "-")
         for number in parse_numbers(getattr(options, option), flag):
@@ -306,7 +306,7 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
 
 
 def device_kind() -> str:
-    """Returns what the driver calls this node's device, ``CPU`` without a GPU."""
+    """Returns the driver's name of this node's device, ``CPU`` without a GPU."""
     import torch
 
     return torch.cuda.get_device_name(0).replace(" ", "-") if torch.cuda.is_available() else "CPU"
@@ -320,7 +320,7 @@ def device_count() -> int:
 
 
 def show_progress(line: str) -> None:
-    """Pass the workers' progress on; what libraries print stays out."""
+    """Print the workers' progress lines, and drop the output of libraries."""
     if re.match(r"\[\d+/\d+\] |link |largest |    out of memory", line):
         sys.stderr.write(line + "\n")
 
@@ -366,7 +366,7 @@ def run_profile(
 
 
 def check_loopback() -> None:
-    """Check that processes of this machine reach each other, without which they would wait for ever."""
+    """Check that processes of this machine can connect to each other; otherwise they would wait for ever."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             socket.create_connection(listener.getsockname(), 10.0).close()

@@ -1,1 +1,1 @@
-"""Jobs over time: ``replay`` of a trace, what to ``rent``, and ``replan`` from what a run measured."""
+"""Commands for jobs over time: ``replay`` of a trace, ``rent``, and ``replan`` from a run's measurements."""

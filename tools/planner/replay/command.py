@@ -1,4 +1,4 @@
-"""The command ``replay``: plans for pools of nodes, what a job gets done with them, tables and pictures."""
+"""The command ``replay``: plans for pools of nodes, the progress of a job with them, tables and pictures."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from ..search.methods import search_on
 from ..search.outcome import Goal, Progress, check_prices, cpu_limit, estimator_from, goal_from, left_s
 from .policies import CHANGES, Costs, Course, Pool, Trace, load_trace, pauses_by_state, run_all, with_start
 
-# Pictures of a replay (iterations that count over time, and nodes) and of what to rent (tokens per USD).
+# Pictures of a replay (completed iterations and nodes over time) and of ``rent`` (tokens per USD).
 
 
 _COLOURS = {"elastic": "#1f6fb4", "restart": "#d9822b", "full pool": "#7a7a7a"}
@@ -91,27 +91,27 @@ def draw_ladder(rungs: Sequence[Mapping[str, Any]], chosen: int, file: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Holds what was found for a pool."""
+    """The best plan for a pool."""
 
     pool: Pool  # its nodes
     iteration_s: float | None  # of the best plan; None where none fits
-    plan: str = ""  # in one line
-    state_bytes: float = 0.0  # parameters and optimizer state of the rank that holds most
-    grows_s: float = 0.0  # seconds of a change to it that grow with state, links and groups
-    used: Pool = ()  # nodes with ranks of the plan, where that is known
-    gpus: int = 0  # of the plan
+    plan: str = ""  # summary in one line
+    state_bytes: float = 0.0  # parameters and optimizer state of the rank with the most
+    grows_s: float = 0.0  # the part of a change's seconds that grows with state, links and groups
+    used: Pool = ()  # nodes with ranks of the plan, if known
+    gpus: int = 0  # used by the plan
 
 
 def plan_of_pool(
     found: dict[Pool, PoolPlan], estimator: Estimator, goal: Goal, method: str, pool: Pool, limit_s: float
 ) -> None:
-    """Add the plan of a pool to those found; one that was found for a part of the pool counts too.
+    """Add the best plan of a pool to ``found``; it may be one that was found for a part of the pool.
 
     Args:
         found: Plans by the nodes of every group of the cluster file.
 
     Raises:
-        PlannerError: It found nothing in its time.
+        PlannerError: The search found no plan within its time limit.
     """
     best = _search_pool(estimator, goal, method, pool, limit_s)
     for smaller in found.values():
@@ -139,13 +139,13 @@ def _search_pool(estimator: Estimator, goal: Goal, method: str, pool: Pool, limi
     seconds = grows_s(state_bytes, share_bytes_per_s, 2 + 2 * max(m.group.count for m in memory))
     gpus = candidate.gpus()
     kinds = (-(-gpus.get(i, 0) // node.gpus_per_node) for i, node in enumerate(cluster.nodes))
-    used = tuple(next(kinds) if n else 0 for n in pool)  # the part has no kinds without nodes
+    used = tuple(next(kinds) if n else 0 for n in pool)  # the limited cluster lacks groups without nodes
     line = describe(part, candidate)
     return PoolPlan(pool, best.iteration_s, line, state_bytes, seconds, used, gpus=candidate.world_size)
 
 
 def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
-    """The cluster with the nodes of a pool; None where there is none."""
+    """Returns the cluster limited to the nodes of a pool; None for a pool without nodes."""
     sizes = [(group, size) for group, size in zip(cluster.nodes, pool, strict=True) if size]
     nodes = [group.model_copy(update={"count": size, "hosts": group.hosts[:size]}) for group, size in sizes]
     if not any(node.quota for node in nodes):
@@ -156,12 +156,12 @@ def limited(cluster: Cluster, pool: Pool) -> Cluster | None:
 
 
 _SECONDS = (
-    ("join_s", "a node joins: pause of the training"),
-    ("leave_s", "a node leaves on notice: pause of the training"),
-    ("death_s", "a node fails: pause until the others go on"),
-    ("start_s", "a new node starts, while the others train, before it can join"),
-    ("restart_s", "all processes are started again and load a checkpoint"),
-    ("save_s", "a checkpoint holds the training up"),
+    ("join_s", "pause of the training when a node joins"),
+    ("leave_s", "pause of the training when a node leaves on notice"),
+    ("death_s", "pause of the training when a node fails"),
+    ("start_s", "time of a new node, while the others train, before it can join"),
+    ("restart_s", "time to restart all processes and load a checkpoint"),
+    ("save_s", "pause of the training for a checkpoint"),
 )
 
 
@@ -177,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pauses(parser: argparse.ArgumentParser) -> None:
-    """Options that say what changes of a job cost."""
-    text = "what benchmarks.elastic wrote, for the pauses of this hardware"
+    """Add the options for the pauses of a job: at changes, restarts and checkpoints."""
+    text = "output of benchmarks.elastic: pauses measured on this hardware"
     rows: dict[str, tuple[Any, ...]] = {"--pauses": (None, "FILE", text, {"type": Path})}
     for name, text in _SECONDS:
         told = {"type": amount(0.0, 1e7)}
@@ -188,7 +188,7 @@ def add_pauses(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Search a plan for every pool of the trace, go through it under every policy, say what was done."""
+    """Search a plan for every pool of the trace, replay the trace under every policy, print the results."""
     goal, estimator = goal_from(options), estimator_from(options)
     check_prices(estimator, goal, options.cluster)
     check_page(options)
@@ -197,11 +197,11 @@ def replay(options: argparse.Namespace) -> int:
     trace = load_trace(options.trace, estimator.cluster)
     costs, sources, each_byte_s = costs_from(options)
     full = tuple(node.count for node in estimator.cluster.nodes)
-    ready = (change.pool for change in with_start(trace, costs.start_s))  # while others start
+    ready = (change.pool for change in with_start(trace, costs.start_s))  # pools while other nodes start
     pools = {*trace.pools(), *ready, full}
     limit_s, plans = left_s(options) / len(pools), dict[Pool, PoolPlan]()
     with shown_progress("searching a plan for every pool of the trace", options):
-        for pool in sorted(pools, key=sum):  # a plan for a part of a pool is one for the pool
+        for pool in sorted(pools, key=sum):  # a plan for a part of a pool also works for the pool
             plan_of_pool(plans, estimator, goal, options.search, pool, limit_s)
     ideal_s = plans[full].iteration_s
     if ideal_s is None:
@@ -226,7 +226,7 @@ ASSUMED = "assumptions"
 
 
 def _by_source(costs: Costs, sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Pauses with their values, by where they are from."""
+    """Returns the pauses with their values, grouped by source."""
     out: dict[str, list[str]] = {}
     for name, source in sources.items():
         value = getattr(costs, name)
@@ -236,7 +236,7 @@ def _by_source(costs: Costs, sources: Mapping[str, str]) -> dict[str, list[str]]
 
 
 def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict[str, float]]:
-    """Pauses, where each is from (single options, then ``--pauses``, then the defaults), and more for a byte of state.
+    """Returns pauses, their sources (options, ``--pauses``, defaults in this order), and seconds per byte of state.
 
     Raises:
         PlannerError: The file of ``--pauses`` has no pauses.
@@ -273,8 +273,8 @@ def costs_from(options: argparse.Namespace) -> tuple[Costs, dict[str, str], dict
 
 
 def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[str, float], plan: PoolPlan) -> Costs:
-    """Defaults are of a small model, and sizes were measured: what grows with the full pool's plan comes on top."""
-    # A restart reads the same state from storage, which is taken to be as fast as a node.
+    """Add the seconds that grow with the full pool's plan to defaults and measurements, which are of a small model."""
+    # A restart reads the same state from storage, which is assumed to be as fast as a node.
     names = (f"{kind}_s" for kind in (*CHANGES, "restart"))
     more_s = {name: plan.grows_s for name in names if sources[name] == DEFAULTS}
     more_s |= {name: seconds * plan.state_bytes for name, seconds in each_byte_s.items()}
@@ -282,7 +282,7 @@ def with_growth(costs: Costs, sources: Mapping[str, str], each_byte_s: Mapping[s
 
 
 def body_of(trace: Trace, courses: list[Course], plans: list[PoolPlan], ideal_s: float) -> dict[str, Any]:
-    """Returns what is printed, as JSON values; ``ideal_s`` is the iteration time with all nodes."""
+    """Returns the output of ``--json``; ``ideal_s`` is the iteration time with all nodes."""
     return {
         "span_s": trace.end_s,
         "full_pool_iteration_s": ideal_s,
@@ -331,7 +331,7 @@ def page_of(estimator: Estimator, body: dict[str, Any], courses: Sequence[Course
 
 
 def nodes_in_words(counts: Sequence[int], cluster: Cluster) -> str:
-    """A pool in words, with prices where the same nodes have several."""
+    """Returns a pool as text, with prices if the same nodes have several."""
     words, names = [], [f"{node.gpus_per_node} {cluster.place(node)}" for node in cluster.nodes]
     for n, name, node in zip(counts, names, cluster.nodes, strict=True):
         prices = {other.usd_per_gpu_hour for other, same in zip(cluster.nodes, names) if same == name}

@@ -17,7 +17,7 @@ from ..inputs.files import read_json
 from ..search.outcome import CLUSTER, MODEL, PROFILE
 
 PLACES = ("", "ranks", "report", "reports", "checkpoints", "training/ranks", "job", "job/checkpoints")
-"""Where in a run's folder, or in that of ``quickstart``, the file is looked for."""
+"""Places of the file in a run's folder or in that of ``quickstart``."""
 
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -43,7 +43,7 @@ class DeviceTimes(Strict):
 
 
 class LinkTimes(Strict):
-    """One directed pair of replicas: seconds of a transfer, where the end of some was known."""
+    """One directed pair of replicas: seconds of a transfer, if the end of at least one is known."""
 
     source: int = Field(ge=0)
     target: int = Field(ge=0)
@@ -80,17 +80,17 @@ class Watched(Strict):
 
     @property
     def active(self) -> list[Found]:
-        """Returns what lasts."""
+        """Returns the findings that still hold."""
         return [finding for finding in self.findings if finding.ended is None]
 
     def name_of(self, device: int) -> str:
-        """How findings name a replica."""
+        """Returns the name of a replica in findings."""
         ranks = self.devices[device].ranks
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def load_watched(path: Path, plan: Plan) -> Watched:
-    """Read and check what a run under a plan measured.
+    """Read and check the measurements of a run under a plan.
 
     Raises:
         PlannerError: A missing or damaged file, one of another release, or one of another plan.
@@ -134,11 +134,11 @@ class RunFolder:
     cluster: Path
     model: Path
     watched: Path  # the measurements
-    profile: Path | None = None  # None where the plan was made without one
+    profile: Path | None = None  # None if the plan was made without one
 
 
 def find_files(folder: Path, given: Mapping[str, str | None]) -> RunFolder:
-    """The files in a run's folder, or those given instead; raises PlannerError.
+    """Returns the files in a run's folder, or the given ones instead; raises PlannerError.
 
     Args:
         given: Paths from the command line by name (plan, cluster, model, profile, watch), None where not given.

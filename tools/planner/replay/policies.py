@@ -1,7 +1,7 @@
 """Progress of a job under a trace: elastic, by restarts, or with the full pool only.
 
-A job does one iteration after the other.  A pause begins at an event, and no iteration counts before its end.  What is
-lost is done again, at the speed of the plan that follows.
+A job runs one iteration after the other.  A pause begins at an event; no iteration completes before its end.  Work that is
+lost is repeated at the speed of the next plan.
 """
 
 import csv
@@ -20,15 +20,15 @@ from megatron_het.safe_io import FileError, read_text
 from ..errors import PlannerError, from_file_error
 from ..inputs.cluster import Cluster
 
-# The trace: a CSV file that says how many nodes of a kind there are from a time on.
+# The trace: a CSV file with the number of nodes of each kind from a time on.
 #
 # Columns, in any order, named in the first line:
 #
 # - ``time_s``: seconds since the job's start; lines are in the order of time, the first ones have 0.
 # - ``gpu``: kind of the nodes, as in the cluster file.
-# - ``nodes``: how many of them there are from then on, at most the cluster file's ``count``.
-# - ``notice`` (may be left out): ``yes`` where nodes that go are announced before, so that the running iteration ends
-#   first; ``no`` or empty where they fail.
+# - ``nodes``: number of these nodes from then on, at most the cluster file's ``count``.
+# - ``notice`` (optional): ``yes`` if the loss of nodes is announced, so that the running iteration ends
+#   first; ``no`` or empty if they fail.
 #
 # Kinds that no line of time 0 names have all of their nodes from the start.  The last time is the end of the trace.
 
@@ -44,11 +44,11 @@ _NOTICE = {"yes": True, "no": False, "": False}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Holds what there is from a time on."""
+    """The available nodes from a time on."""
 
     time_s: float  # since the start
     pool: Pool
-    notice: bool = False  # whether nodes that have gone were announced
+    notice: bool = False  # whether the loss of nodes was announced
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
     """Read a trace.
 
     Raises:
-        PlannerError: The file cannot be read, or its first line that makes no sense.
+        PlannerError: The file cannot be read, or a line is invalid; the first one is named.
     """
     try:
         reader = csv.reader(io.StringIO(read_text(path)))
     except FileError as error:
         raise from_file_error(error) from None
     try:
-        lines = [(reader.line_num, row) for row in reader]  # the line in which a row ends
+        lines = [(reader.line_num, row) for row in reader]  # line_num: the last line of a row
     except csv.Error as error:
         problem, hint = f"is no CSV: {error}", "A quotation mark may lack its end"
         raise PlannerError(str(path), f"line {reader.line_num}", None, problem, hint) from None
@@ -150,11 +150,11 @@ CHANGES = ("join", "leave", "death")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Holds what changes cost, in seconds.
+    """Costs of changes, in seconds.
 
     The defaults of joining, leaving, death and restart are what ``benchmarks.elastic`` measured on 2026-11-24 with four
     processes of a small model on two cores (``benchmarks/results/elastic.json``; for a join the sum of its phases, less
-    an iteration, which is more than the difference of two logged iterations).  They say how the four compare.  On GPUs
+    an iteration, which is more than the difference of two logged iterations).  They show the ratios.  On GPUs
     all are longer: measure them, and give the file to ``--pauses``.  The others are assumptions, and so is what is
     added for the state of a larger model (:func:`megatron_het.elastic.worth.grows_s`).
     """
@@ -166,14 +166,14 @@ class Costs:
     start_s: float = 10.0  # of a new node, before it can join; the others train meanwhile
     restart_s: float = 4.5  # all processes are started again and load the newest checkpoint
     save_every: int = 100  # iterations between two checkpoints
-    save_s: float = 0.0  # for how long a checkpoint holds the training up
+    save_s: float = 0.0  # pause of the training for a checkpoint
 
 
 def pauses_by_state(sizes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Returns what a pause takes without any state, in seconds, and more for each byte, by kind of change.
+    """Returns, by kind of change, the seconds of a pause without state and the seconds more per byte of state.
 
     Args:
-        sizes: Of ``benchmarks.elastic --sizes``: state of the rank that holds most, and pauses.
+        sizes: From ``benchmarks.elastic --sizes``: largest state of a rank, and pauses.
 
     Raises:
         ValueError: There are fewer than two sizes.
@@ -192,17 +192,17 @@ def pauses_by_state(sizes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float
 
 @dataclass(slots=True)
 class Course:
-    """How a job went."""
+    """Progress and lost time of a job."""
 
     policy: str
-    iterations: float = 0.0  # that count at the end
+    iterations: float = 0.0  # completed and kept until the end
     repeated: float = 0.0  # iterations whose result was lost, parts of iterations included
     # training_s, paused_s, idle_s: time in iterations (lost ones included), in changes, and without a plan
     training_s: float = 0.0
     paused_s: float = 0.0
     idle_s: float = 0.0
     changes: int = 0  # how often the plan changed
-    # (time in s, iterations that count), in the order of time
+    # (time in s, completed iterations), in the order of time
     curve: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
 
 
@@ -215,7 +215,7 @@ class _Job:
         self._saved = 0.0
 
     def train_until(self, time_s: float) -> None:
-        """Go on with the present plan; it may be paused or idle beyond that time."""
+        """Train with the current plan until a time; a pause may end later."""
         time_s = min(time_s, self._end_s)
         course, span_s = self.course, time_s - self._now_s
         if span_s <= 0:
@@ -231,18 +231,18 @@ class _Job:
         self._move(time_s)
 
     def finish_iteration(self, time_s: float) -> float:
-        """The one that runs at a time; when it has ended, which is that time where none runs."""
+        """Finish the iteration that runs at a time; returns its end, or the given time if none runs."""
         if self.step_s is None or self._part == 0:
             return time_s
         self.train_until(self._now_s + (1.0 - self._part) * self._pace_s)
         return self._now_s
 
     def save(self) -> None:
-        """A checkpoint of what is done, beside the regular ones."""
+        """Save an additional checkpoint of the completed iterations."""
         self._saved = self.course.iterations
 
     def lose(self, *, to_checkpoint: bool) -> None:
-        """The running iteration; all since the newest checkpoint."""
+        """Lose the running iteration, or all since the newest checkpoint."""
         course = self.course
         every = self._costs.save_every
         kept = max(self._saved, course.iterations // every * every) if to_checkpoint else None
@@ -252,7 +252,7 @@ class _Job:
         self._move(self._now_s)
 
     def change(self, time_s: float, pause_s: float, step_s: float | None) -> None:
-        """Pause, then go on under another plan.  A change during a pause begins anew."""
+        """Pause, then continue under another plan.  A change during a pause restarts the pause."""
         end_s = max(self._now_s, time_s + pause_s)
         self.course.changes += step_s is not None
         self.course.paused_s += end_s - self._now_s
@@ -260,7 +260,7 @@ class _Job:
         self._move(end_s)
 
     def end(self, time_s: float) -> Course:
-        """Stop; a pause that would end later is cut."""
+        """Stop the job; a pause that would end later is cut."""
         self.train_until(time_s)
         self.course.paused_s -= max(0.0, self._now_s - time_s)
         return self.course
@@ -276,7 +276,7 @@ class _Job:
 
 
 def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
-    """Changes of plan while the processes stay; nodes that come are used when they are ready, where they help."""
+    """Replay with plan changes in running processes; new nodes are used when ready, if that makes training faster."""
     ready = with_start(trace, costs.start_s)
     job = _Job("elastic", costs, time_of(ready[0].pool), trace.end_s)
     for before, change in pairwise(ready):
@@ -285,7 +285,7 @@ def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
         if step_s == job.step_s:
             continue
         loses = any(new < old for old, new in zip(before.pool, change.pool, strict=True))
-        if job.step_s is None:  # nobody held the state in memory any more
+        if job.step_s is None:  # no process held the state in memory any more
             job.change(change.time_s, costs.restart_s, step_s)
         elif step_s is None:
             job.lose(to_checkpoint=True)
@@ -300,7 +300,7 @@ def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
 
 
 def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
-    """Kill all, start again under a plan for what is there; for nodes that come too, after a checkpoint."""
+    """Replay with a restart of all processes at every change; for new nodes after a checkpoint."""
     job = _Job("restart", costs, time_of(trace.changes[0].pool), trace.end_s)
     for before, change in pairwise(trace.changes):
         job.train_until(change.time_s)
@@ -316,7 +316,7 @@ def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
 
 
 def run_full_pool(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> Course:
-    """Train while all nodes are there, and wait otherwise."""
+    """Replay a job that trains only while all nodes are available."""
     present = trace.changes[0].pool == full
     job = _Job("full pool", costs, time_of(full) if present else None, trace.end_s)
     for change in trace.changes[1:]:
@@ -332,7 +332,7 @@ def run_full_pool(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool
 
 
 def _stop(job: _Job, change: Change, *, failed: bool) -> float:
-    """With notice the running iteration ends and is saved; when the job has stopped."""
+    """Stop at a change; with notice after the running iteration and a save.  Returns the time of the stop."""
     if not failed:
         stopped_s = job.finish_iteration(change.time_s)
         job.save()
@@ -342,7 +342,7 @@ def _stop(job: _Job, change: Change, *, failed: bool) -> float:
 
 
 def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
-    """The nodes that are ready: those that come are so after their start, if they are still there then."""
+    """Returns the changes of ready nodes: new nodes are ready after their start, if they are still available then."""
     starts = [change.time_s for change in trace.changes]
     found: list[Change] = []
     for time_s in sorted({*starts, *(start + start_s for start in starts[1:])}):
@@ -358,6 +358,6 @@ def with_start(trace: Trace, start_s: float) -> tuple[Change, ...]:
 
 
 def run_all(trace: Trace, time_of: IterationTime, costs: Costs, full: Pool) -> list[Course]:
-    """Every policy: elastic, by restarts, and with the full pool only."""
+    """Returns the courses under every policy: elastic, by restarts, and with the full pool only."""
     given = trace, time_of, costs
     return [run_elastic(*given), run_restart(*given), run_full_pool(*given, full)]

@@ -1,7 +1,7 @@
-"""The command ``rent``: which nodes of a cluster file to rent first, which next, and where more stops paying.
+"""The command ``rent``: the order in which to rent nodes of a cluster file, and from where on more do not pay.
 
-The ladder is greedy.  Its first rung is what brings most tokens per USD alone.  Each further rung adds the nodes that
-bring most tokens per USD more.  Nodes whose lower bound (``search/bounds.py``) promises less than others have brought
+The ladder is greedy.  Its first rung has the nodes with the most tokens per USD alone.  Each further one adds those
+with the most additional tokens per USD.  Nodes with a worse bound (``search/bounds.py``) than the result of others
 are not searched.
 """
 
@@ -22,8 +22,8 @@ from ..search.outcome import Goal, Progress, check_prices, estimator_from, file_
 from .command import PoolPlan, add_pauses, costs_from, draw_ladder, limited, nodes_in_words, plan_of_pool, with_growth
 from .policies import Costs, Pool
 
-STEPS = 4  # rungs of a kind of node at most, apart from those that take all that is left of it
-SHARE = 8  # a search takes this part of the CPU time that is left, at most
+STEPS = 4  # rungs of a kind of node at most, without those that add its whole remainder
+SHARE = 8  # a search takes at most 1/SHARE of the remaining CPU time
 DAY_S, HOUR_S = 86400.0, 3600.0
 
 
@@ -32,15 +32,15 @@ class Rung:
     """Nodes that are rented together."""
 
     pool: Pool  # all nodes so far, by group of the cluster file
-    added: Pool  # those that the rung before has not, less those that its plan needs no more
+    added: Pool  # nodes added to the previous rung; negative for nodes that the plan no longer needs
     plan: PoolPlan  # the best plan on them
     usd_per_h: float  # of all GPUs of the nodes, used or not
-    goodput: float  # share of the time in which iterations count, with the interruptions that are expected
-    tokens_per_s: float  # that count
+    goodput: float  # share of the time in completed iterations, with the expected interruptions
+    tokens_per_s: float  # of completed iterations
 
     @property
     def usd_per_billion_tokens(self) -> float:
-        """Price of what counts."""
+        """USD per billion tokens of completed iterations."""
         return self.usd_per_h / HOUR_S / self.tokens_per_s * 1e9
 
     def hours(self, iterations: int) -> float:
@@ -49,7 +49,7 @@ class Rung:
         return iterations * self.plan.iteration_s / self.goodput / HOUR_S
 
     def more_per_usd(self, before: "Rung | None") -> float:
-        """Tokens per second more for a USD per hour more."""
+        """Additional tokens per second per additional USD per hour."""
         tokens, usd = (0.0, 0.0) if before is None else (before.tokens_per_s, before.usd_per_h)
         gained, paid = self.tokens_per_s - tokens, self.usd_per_h - usd
         return gained / paid if paid > 0 else inf if gained > 0 else 0.0
@@ -64,8 +64,8 @@ class Ladder:
         options: With ``--search`` and ``--limit-s``.
 
     Attributes:
-        progress: Its text says what is searched.
-        is_cut: The CPU time was over before the end of the ladder, or Ctrl-C has ended it.
+        progress: Progress line with the current search.
+        is_cut: Whether the CPU time or Ctrl-C ended the ladder early.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Ladder:
             rung = self._best(list(self._next(rung.pool)), rung)
 
     def _alone(self, unit: list[int]) -> Iterator[Pool]:
-        """Yields more and more nodes of a group, up to the first for which there is a plan."""
+        """Yields growing numbers of nodes of a group, up to the first number with a plan."""
         pool = tuple(0 for _ in self.estimator.cluster.nodes)
         while (larger := self._with(pool, unit)) != pool:
             pool = larger
@@ -103,7 +103,7 @@ class Ladder:
                 return
 
     def _next(self, pool: Pool) -> Iterator[Pool]:
-        """Yields some nodes more of each group, and all that are left of it."""
+        """Yields pools with some more nodes of one group, and with all of its remaining nodes."""
         nodes = self.estimator.cluster.nodes
         for unit in self._units:
             whole = tuple(node.count if i in unit else n for i, (n, node) in enumerate(zip(pool, nodes)))
@@ -117,7 +117,7 @@ class Ladder:
         )
 
     def _best(self, pools: list[Pool], before: Rung | None) -> Rung | None:
-        """The pool that brings most for its price; None where none makes the training faster."""
+        """Returns the rung with the most tokens for its price; None if no pool makes the training faster."""
         best: Rung | None = None
         least = before.tokens_per_s * (1 + HARDLY) if before is not None else 0.0
         hopes = [(self._rung(pool, self._least_s(pool), before), pool) for pool in pools]
@@ -148,7 +148,7 @@ class Ladder:
         return self._found[pool]
 
     def _worked(self, pool: Pool) -> Pool:
-        """Returns a pool without the nodes that its plan leaves idle, which nobody rents."""
+        """Returns a pool without the nodes that its plan leaves idle."""
         plan = self._found.get(pool)
         if plan is None or not plan.used:
             return pool
@@ -167,7 +167,7 @@ class Ladder:
         # An interruption costs two changes, half an iteration, and the node's part until another one is there.
         lost_s = costs.death_s + costs.join_s + iteration_s / 2 + costs.start_s / max(1, sum(pool))
         often = sum(n * node.interruptions_per_day for n, node in zip(pool, cluster.nodes)) / DAY_S
-        share = 1 / (1 + often * lost_s)  # of the time that counts
+        share = 1 / (1 + often * lost_s)  # share of the time in completed iterations
         return Rung(
             pool=pool,
             added=tuple(n - (before.pool[i] if before else 0) for i, n in enumerate(pool)),
@@ -182,9 +182,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
     rows: dict[str, tuple[Any, ...]] = {
         "--train-iters": (None, "N", "iterations of the job", {"type": count(1, 10**12)}),
-        "--finish-by": (None, "HOURS", "with --train-iters: end in this time", {"type": amount(0.0, 1e7)}),
+        "--finish-by": (None, "HOURS", "with --train-iters: time limit of the job", {"type": amount(0.0, 1e7)}),
         "--budget-total": (None, "USD", "with --train-iters: cost no more", {"type": amount(0.0, 1e12)}),
-        "--out": (None, "FILE", "write a cluster file of the rung that is chosen, for 'plan'"),
+        "--out": (None, "FILE", "write a cluster file of the chosen rung, for 'plan'"),
         "--picture": (None, "FILE", "write a picture (SVG or PNG by extension)"),
     }
     add_options(parser, rows)
@@ -192,7 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rent(options: argparse.Namespace) -> int:
-    """Search the ladder, choose a rung, say what each brings."""
+    """Run ``rent``: search the ladder, choose a rung, print all rungs."""
     goal, estimator = goal_from(options), estimator_from(options)
     _check(options, goal, estimator)
     ladder = Ladder(estimator, goal, costs_from(options), options)
@@ -223,7 +223,7 @@ def rent(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> None:
-    """Check prices, places to write, and limits that go together, before long work."""
+    """Check prices, output paths and the combination of limits before the search."""
     if goal.objective == "cost":
         hint = "Give --budget-total or --finish-by"
         raise PlannerError("command line", "--objective", "cost", "rent weighs speed and money itself", hint)
@@ -239,7 +239,7 @@ def _check(options: argparse.Namespace, goal: Goal, estimator: Estimator) -> Non
 
 
 def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
-    """The cheapest rung within ``--finish-by``, or the fastest within ``--budget-total``; raises PlannerError."""
+    """Returns the cheapest rung by ``--finish-by``, or the fastest by ``--budget-total``; raises PlannerError."""
     hours = [rung.hours(options.train_iters or 1) for rung in rungs]
     usd = [rung.usd_per_h * each for rung, each in zip(rungs, hours)]
     fitting = list(range(len(rungs)))
@@ -257,7 +257,7 @@ def choose(rungs: list[Rung], options: argparse.Namespace) -> int:
 
 
 def body_of(rungs: list[Rung], chosen: int, options: argparse.Namespace, estimator: Estimator) -> dict[str, Any]:
-    """Returns what is printed, as JSON values."""
+    """Returns the output of ``--json``."""
     nodes, rows = estimator.cluster.nodes, []
     for rung, before in zip(rungs, [None, *rungs]):
         hours = rung.hours(options.train_iters) if options.train_iters else None

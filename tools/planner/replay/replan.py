@@ -1,4 +1,4 @@
-"""The command ``replan``: cluster and profile as a run has found them, the search, and whether a change pays."""
+"""The command ``replan``: correction of cluster and profile by a run's measurements, search, and gain of a change."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ from ..search.methods import search
 from ..search.outcome import Goal, Progress, SearchResult, check_memory_margin, cpu_limit, file_text, goal_from, left_s
 from .measured import DeviceTimes, Watched, find_files, load_watched
 
-# Measured figures into the planner's inputs: a cluster and a profile that say what the run has seen.
+# Correction of the planner's inputs: a cluster and a profile with the run's measured figures.
 #
-# What all devices of a kind have in common scales the figures of the kind.  A device with a finding of its own, or at
-# an end of a slow link, becomes a kind of its own: its GPUs leave their group of nodes, so that the search can give
+# A deviation that all devices of a kind share scales the figures of the kind.  A device with its own finding, or at
+# an end of a slow link, becomes a separate kind: its GPUs leave their group of nodes, so that the search can give
 # them less work, put them elsewhere in the pipeline, or leave them out.
 
 
@@ -53,10 +53,10 @@ class Corrected:
 
 
 def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watched) -> Corrected:
-    """Put what was measured into cluster and profile; raises PlannerError if the plan does not fit the cluster."""
+    """Correct cluster and profile by the measurements; raises PlannerError if the plan does not fit the cluster."""
     seats = [seat for stage in seat_replicas(plan, rooms_of(cluster)) for seat in stage]
     own = _own_kinds(watched)
-    # A replica is on several kinds where its context-parallel ranks are; they are seen together only.
+    # A replica may span several kinds by its context-parallel ranks; they are measured together only.
     before = [replica.devices for stage in plan.stages for replica in stage.replicas]
     kinds = [tuple(kind + own.get(device, "") for kind in names) for device, names in enumerate(before)]
     factors = _factors(watched, own, before)
@@ -79,7 +79,7 @@ def correct(plan: Plan, cluster: Cluster, profile: Profile | None, watched: Watc
 
 
 def _own_kinds(watched: Watched) -> dict[int, str]:
-    """Returns what is added to the names of kinds, by device."""
+    """Returns the suffix of the kind's name, by device with its own kind."""
     names = {watched.name_of(d.device): d.device for d in watched.devices}
     slow = {names[f.name] for f in watched.active if f.what in ("device", "operation") and f.name in names}
     ends: set[int] = set()
@@ -91,7 +91,7 @@ def _own_kinds(watched: Watched) -> dict[int, str]:
 
 
 def _factors(watched: Watched, own: Mapping[int, str], kinds: Sequence[tuple[str, ...]]) -> dict[str, Factors]:
-    """By kind: its devices together where they are alike, each for itself where not; those of it alone if there are."""
+    """Returns factors by kind: of its devices with similar factors together, of others separately."""
     out: dict[str, Factors] = {}
     for kind in dict.fromkeys(kind for names in kinds for kind in names):
         mine = [d for d in watched.devices if kind in kinds[d.device]]
@@ -106,7 +106,7 @@ def _factors(watched: Watched, own: Mapping[int, str], kinds: Sequence[tuple[str
 
 
 def _factor(devices: Sequence[DeviceTimes], direction: Direction) -> float:
-    """Measured over predicted, all operations of a direction together."""
+    """Measured over predicted seconds, all operations of a direction together."""
     rows = [times for d in devices for name, times in d.operations.items() if Kind.rows[name].direction is direction]
     predicted = sum(row.predicted_s for row in rows)
     return sum(row.measured_s for row in rows) / predicted if predicted > 0 else 1.0
@@ -127,7 +127,7 @@ def _notes(watched: Watched, factors: Mapping[str, Factors], own: Mapping[int, s
 
 
 def _split(cluster: Cluster, leaving: Sequence[tuple[list[Seat], str]], notes: list[str]) -> Cluster:
-    """The cluster with some GPUs, each time of one node, in groups of nodes of their own."""
+    """Returns the cluster with some GPUs, each set from one node, in separate groups of nodes."""
     nodes: list[NodeGroup] = []
     gpus = dict(cluster.gpus)
     by_node: dict[tuple[int, int], list[tuple[list[int], str]]] = {}
@@ -160,12 +160,12 @@ def _split(cluster: Cluster, leaving: Sequence[tuple[list[Seat], str]], notes: l
 
 
 def _group(group: NodeGroup, **changes: object) -> NodeGroup:
-    """The group with its place spelled out, so that its zone may be renamed."""
+    """Returns the group with an explicit region, so that its zone may be renamed."""
     return group.model_copy(update={"region": group.where, **changes})
 
 
 def _scaled_gpus(cluster: Cluster, base: Mapping[str, str], factors: Mapping[str, Factors]) -> Cluster:
-    """Without a profile: rates of the catalog divided by how much longer computing takes."""
+    """Without a profile: divide the catalog's rates by the measured slowdown of compute."""
     gpus = dict(cluster.gpus)
     for name, (forward, backward) in factors.items():
         gpu = cluster.gpu(base.get(name, name))
@@ -181,7 +181,7 @@ def _slower(gpu: Gpu, longer: float) -> Gpu:
 
 
 def _slow_zones(cluster: Cluster, slow: Mapping[tuple[str, str], float]) -> Cluster:
-    """Without measured links: both ends of a slow link in zones of their own, with a link between them."""
+    """Without measured links: put both ends of a slow link in separate zones, with a link between them."""
     if not slow:
         return cluster
     ends = {name for pair in slow for name in pair}
@@ -226,7 +226,7 @@ def _slower_device(device: DeviceProfile, name: str, factors: Factors) -> Device
 
 
 def _new_links(links: Sequence[LinkProfile], base: Mapping[str, str]) -> list[LinkProfile]:
-    """The links of the kinds that were split off: as those of the kinds that they come from."""
+    """Returns links for the kinds that were split off, copied from those of their original kinds."""
     out = []
     for link in links:
         ends = [
@@ -249,7 +249,7 @@ def _slower_link(link: LinkProfile, slow: Mapping[tuple[str, str], float]) -> Li
 
 
 def _slow_pairs(watched: Watched, kinds: Sequence[tuple[str, ...]]) -> dict[tuple[str, str], float]:
-    """By pair of kinds (in the order of their names), how many times as long a transfer takes."""
+    """Returns, by pair of kinds in the order of their names, the slowdown factor of a transfer."""
     named = {f.name for f in watched.active if f.what == "link"}
     groups = {f.name.removesuffix(" in one machine") for f in watched.active if f.what == "profile"}
     out: dict[tuple[str, str], float] = {}
@@ -267,7 +267,7 @@ def _slow_pairs(watched: Watched, kinds: Sequence[tuple[str, ...]]) -> dict[tupl
 
 
 def _renamed(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> Plan:
-    """The plan on the new kinds of devices."""
+    """Returns the plan with the new kinds of devices."""
     stages, device = [], 0
     for stage in plan.stages:
         replicas = []
@@ -285,16 +285,16 @@ Search = Callable[[Estimator, Goal], SearchResult]
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """Holds what a better plan would be, and gain."""
+    """The better plan, if any, and its gain."""
 
     corrected: Corrected  # the planner's inputs as the run has found them
     plan: Plan | None  # the better plan; None where the run's own plan is the best that was found
     measured_s: float  # iteration time of the run now
-    # before_s, after_s: predicted from the measured figures: of the run's own plan, and of the better one
+    # before_s, after_s: times predicted from the measured figures: of the run's own plan, and of the better one
     before_s: float
     after_s: float
     outcome: SearchResult
-    restart_s: float  # what a change was taken to cost
+    restart_s: float  # assumed cost of a change
 
     @property
     def gain(self) -> float:
@@ -303,12 +303,12 @@ class Replanned:
 
     @property
     def expected_s(self) -> float:
-        """Iteration time under the better plan: the gain applied to what is measured now."""
+        """Iteration time under the better plan: the gain applied to the measured time."""
         return self.measured_s * (1 - self.gain)
 
     @property
     def pays_after(self) -> int | None:
-        """Iterations after which the time that the change costs is won back; None if never."""
+        """Iterations after which the cost of the change is recovered; None if never."""
         saved_s = self.measured_s - self.expected_s
         return ceil(self.restart_s / saved_s) if self.plan is not None and saved_s > 0 else None
 
@@ -325,7 +325,7 @@ def replan(
     restart_s: float = 60.0,
     find: Search | None = None,
 ) -> Replanned:
-    """Search a better plan from what a run measured.  A controller of elastic runs calls this.
+    """Search for a better plan from a run's measurements.  The controller of elastic jobs calls this, too.
 
     Args:
         cluster, model, profile: What it was planned from.
@@ -336,7 +336,7 @@ def replan(
         PlannerError: The plan does not fit the cluster or is not priced; nothing fits.
     """
     corrected = correct(plan, cluster, profile, watched)
-    # That of the plan's prediction: on the CPU the host computes and posts.
+    # As in the plan's prediction: on a CPU the host computes and posts.
     is_cpu = plan.predicted is not None and plan.predicted.costs is not None and plan.predicted.costs.host_blocks
     runtime = CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
     estimator = estimator_of(corrected, model, runtime, memory_margin)
@@ -374,7 +374,7 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
 
 
 def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float = 0.95) -> Estimator:
-    """The planner's model of the cluster as the run has found it."""
+    """Returns the estimator for the corrected cluster and profile."""
     cluster, profile = corrected.cluster, corrected.profile
     costs: LayerCosts = CatalogCosts(model, cluster.gpu, runtime)
     if profile is not None:
@@ -388,13 +388,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     add_options(parser, {
         "folder": (None, "RUN", "folder of the run", {"type": Path}),
-        "--plan": (None, "FILE", f"the plan that the run has {found}"),
-        "--cluster": (None, "FILE", f"cluster file that it was made from {found}"),
+        "--plan": (None, "FILE", f"plan of the run {found}"),
+        "--cluster": (None, "FILE", f"cluster file of the plan {found}"),
         "--model": (None, "FILE", f"model file {found}"),
-        "--profile": (None, "FILE", f"profile, where there was one {found}"),
-        "--watch": (None, "FILE", f"watch.json, what the run measured {found}"),
+        "--profile": (None, "FILE", f"profile of the plan, if any {found}"),
+        "--watch": (None, "FILE", f"watch.json with the run's measurements {found}"),
         "--out": (None, "FILE", "plan to write (default: plan-2.json in RUN)", {"type": Path}),
-        "--restart-s": (60.0, "S", "seconds that a change costs: save, stop, start, load (default %(default)g)",
+        "--restart-s": (60.0, "S", "cost of a change in seconds: save, stop, start, load (default %(default)g)",
                         {"type": amount(0.0, 1e7)}),
         "--memory-margin": (0.95, "SHARE", "share of GPU memory that a plan may use (default 0.95)"),
     })
@@ -402,7 +402,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, write the better plan, say what it gains; exit code 1 where there is none."""
+    """Run ``replan``: search, write the better plan, print its gain; exit code 1 if there is none."""
     names = ("plan", "cluster", "model", "profile", "watch")
     files = find_files(options.folder, {name: getattr(options, name) for name in names})
     out = options.out or options.folder / "plan-2.json"
@@ -434,7 +434,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(found: Replanned, out: Path) -> list[Path]:
-    """The better plan, and cluster and profile as corrected, beside it."""
+    """Write the better plan, and the corrected cluster and profile beside it."""
     assert found.plan is not None
     out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(found.plan, out)
@@ -449,7 +449,7 @@ def write(found: Replanned, out: Path) -> list[Path]:
 
 
 def body(found: Replanned, files: list[str]) -> dict[str, Any]:
-    """The result as JSON values."""
+    """Returns the output of ``--json``."""
     return {
         "measured_iteration_s": found.measured_s,
         "predicted_before_s": found.before_s,
@@ -466,7 +466,7 @@ def body(found: Replanned, files: list[str]) -> dict[str, Any]:
 
 
 def _kinds(found: Replanned) -> dict[str, list[int]]:
-    """The ranks of the run's plan by kind of device, of which slow ones have their own now."""
+    """Returns the ranks of the run's plan by corrected kind of device."""
     out: dict[str, list[int]] = {}
     for stage in found.corrected.plan.stages:
         for replica in stage.replicas:
