@@ -91,7 +91,7 @@ def _own_kinds(watched: Watched) -> dict[int, str]:
 
 
 def _factors(watched: Watched, own: Mapping[int, str], kinds: Sequence[tuple[str, ...]]) -> dict[str, Factors]:
-    """Returns factors by kind: of its devices with similar factors together, of others separately."""
+    """Returns factors by kind, from its devices without a slow finding if any; new kinds get those of their device."""
     out: dict[str, Factors] = {}
     for kind in dict.fromkeys(kind for names in kinds for kind in names):
         mine = [d for d in watched.devices if kind in kinds[d.device]]
