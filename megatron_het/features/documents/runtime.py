@@ -1,4 +1,4 @@
-"""Packed documents as a feature of a rank: read ahead where they begin, and tell every rank."""
+"""Packed documents as a feature of a rank: their starts are read ahead and sent to every rank."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from megatron_het.schedule.kinds import Kind
 
 # Where the documents of an iteration begin.
 #
-# Megatron's datasets count positions anew with every document (``--reset-position-ids``, or documents as the dataset
-# knows them), so a document begins where a position is 0.
+# Megatron's datasets restart positions at every document (``--reset-position-ids``, or documents of the dataset),
+# so a document begins where a position is 0.
 
 
 def starts_of(positions: torch.Tensor) -> tuple[Starts, ...]:
-    """Where the documents of each sequence begin, by positions ``[b, s]`` that are 0 there; the first at token 0."""
+    """Document starts of each sequence, from positions ``[b, s]`` that are 0 there; the first start is token 0."""
     return tuple(tuple(sorted({0, *row.nonzero().flatten().tolist()})) for row in positions == 0)
 
 
@@ -31,8 +31,8 @@ class DocumentStarts:
     """Where the documents of the microbatches of one iteration begin.
 
     Args:
-        keeps_positions: Whether the training script sees positions that begin anew with every document.
-        ends_states: Whether layers that pass a state along a sequence begin anew with every document.
+        keeps_positions: Whether the training script gets positions that restart at every document.
+        ends_states: Whether recurrent layers reset their state at every document.
     """
 
     def __init__(self, keeps_positions: bool, ends_states: bool = True) -> None:
@@ -43,17 +43,17 @@ class DocumentStarts:
         self._sequences: Callable[[int], int] = lambda _: 0
 
     def note(self, microbatch: int, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See where the documents of a batch begin.
+        """Store the document starts of a batch.
 
         Args:
-            microbatch: Its index.
-            batch: As the dataset gave it, on the host; ``position_ids`` is ``[b, s]``.
+            microbatch: Index of the microbatch.
+            batch: The dataset's batch, on the host; ``position_ids`` is ``[b, s]``.
 
         Returns:
-            The batch with the positions that the training script asked for.
+            The batch with the positions that the training script has requested.
 
         Raises:
-            ValueError: There are no positions, or not of whole sequences.
+            ValueError: There are no positions, or not for whole sequences.
         """
         positions = batch.get("position_ids")
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
@@ -77,11 +77,11 @@ class DocumentStarts:
     def exchange(
         self, microbatches: int, sequences: Callable[[int], int], seq_length: int, device: torch.device
     ) -> None:
-        """Tell all ranks, and forget the iteration before.  Collective.
+        """Send the starts to all ranks, and drop those of the iteration before.  Collective.
 
         Args:
-            microbatches: Of the iteration; each has been noted on some rank.
-            device: What collectives of all ranks run on.
+            microbatches: Number of microbatches in the iteration; each has been noted on some rank.
+            device: Device of the collectives of all ranks.
         """
         most = max(map(sequences, range(microbatches)))
         begins = torch.zeros((microbatches, most, seq_length), dtype=torch.uint8)
@@ -90,35 +90,35 @@ class DocumentStarts:
                 begins[microbatch, i, list(own)] = 1
         begins = begins.to(device)
         dist.all_reduce(begins, op=dist.ReduceOp.MAX)
-        # Each is decoded when it is asked for: a rank needs its own microbatches only.
+        # Each is decoded at its first use, because a rank needs only its own microbatches.
         self._begins, self._sequences = begins.cpu(), sequences
         self._starts.clear()
 
     def clear(self) -> None:
-        """A new iteration begins."""
+        """Drop the starts of all microbatches when a new iteration begins."""
         self._starts.clear()
         self._begins = None
 
 
 @dataclass(eq=False)
 class DocumentsFeature(RuntimeFeature):
-    """Attention that ends at documents."""
+    """Attention within documents."""
 
-    args: Any  # Megatron's arguments; the dataset counts positions anew with every document until ``close``
-    sequences: Batches  # reads batches and knows the attention of every chunk
-    whole: RuntimeFeature | None  # runs whole sequences over that attention; None where slices do already
-    first_chunk: int | None  # chunk of this rank that reads the tokens; None on a rank that does not
+    args: Any  # Megatron's arguments; until ``close`` the dataset restarts positions at every document
+    sequences: Batches  # reads batches and has the attention of every chunk
+    whole: RuntimeFeature | None  # runs whole sequences over that attention; None if slices do already
+    first_chunk: int | None  # chunk of this rank that reads the tokens; None if there is none
     programs: Mapping[bool, RankProgram]  # this rank's programs
-    sharing: dist.ProcessGroup | None = None  # the ranks that share sequences with this one; None for this one alone
+    sharing: dist.ProcessGroup | None = None  # ranks that share sequences with this one; None if there are no others
 
     roles = ("cp",)
 
     def __post_init__(self) -> None:
         self._asked_positions = self.args.reset_position_ids
         packs = any(getattr(self.args, name, False) for name in PACKING)
-        # A mask says where documents begin to attention alone: Megatron's recurrent layers do not know it either.
+        # A mask separates documents in attention only: in Megatron, too, recurrent layers ignore it.
         self._starts = DocumentStarts(self.args.reset_position_ids or packs, ends_states=packs)
-        # Conversations are counted anew by themselves, and their dataset does not know the flag.
+        # The dataset of conversations always restarts positions, and does not have the flag.
         self.args.reset_position_ids = not getattr(self.args, CONVERSATIONS, False)
         self.sequences.documents = self._starts
         self._whole = self.whole or RuntimeFeature()
@@ -127,7 +127,7 @@ class DocumentsFeature(RuntimeFeature):
         self._whole.attach(models)
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """Read what the iteration begins with, as far as this rank does, and learn the rest from the others."""
+        """Read the iteration's batches ahead, if this rank reads any, and get the starts of the others."""
         self._starts.clear()
         for op in self.programs[call.forward_only].ops:  # each microbatch once, in the order in which it is read
             if op.kind is Kind.FORWARD and op.chunk == self.first_chunk and op.slice == 0:
@@ -137,7 +137,7 @@ class DocumentsFeature(RuntimeFeature):
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
-        """The training script sees a sequence as any other: it need not pack anything."""
+        """Run the pass so that the training script need not handle packed sequences."""
         asked = {name: getattr(self.args, name, False) for name in PACKING}
         vars(self.args).update(dict.fromkeys(asked, False))
         try:
@@ -150,7 +150,7 @@ class DocumentsFeature(RuntimeFeature):
         self._whole.finish(call, state)
 
     def weigh_losses(self, call: Call, state: Iteration) -> None:
-        """Evaluation of conversations is a mean over microbatches, whatever their tokens; Megatron takes it later."""
+        """Make the loss of an evaluation of conversations a mean over microbatches, as in Megatron."""
         if call.forward_only and not call.collect_non_loss_data and getattr(self.args, CONVERSATIONS, False):
             state.reports = of_microbatches(state.reports, state.reported, self.sharing)
 
@@ -162,14 +162,14 @@ class DocumentsFeature(RuntimeFeature):
 
 
 def of_microbatches(reports: Reports, microbatches: Sequence[int], sharing: dist.ProcessGroup | None = None) -> Reports:
-    """The losses of microbatches, each one of so many, from those of their passes.
+    """The losses of microbatches with equal weights, from the losses of their passes.
 
-    A pass may be over a slice, or a rank's part of one.  Its tokens count as such within the microbatch, so a pass
-    without any counts nothing.
+    A pass may be over a slice, or a rank's part of one.  Within a microbatch passes are weighted by their tokens, so a
+    pass without counted tokens has no weight.
 
     Args:
         reports: (sum, tokens) by name, or a mean, of every pass.
-        microbatches: That each of them is of.
+        microbatches: The microbatch of every pass.
         sharing: Ranks that have other parts of the same passes; the first one reports for all.
     """
     found: dict[int, list[dict[str, torch.Tensor]]] = {}
@@ -181,7 +181,7 @@ def of_microbatches(reports: Reports, microbatches: Sequence[int], sharing: dist
 
 
 def _mean(passes: Sequence[torch.Tensor], sharing: dist.ProcessGroup | None) -> torch.Tensor:
-    """The loss of a microbatch as one of so many."""
+    """The mean loss of a microbatch, with weight 1."""
     total, count = torch.stack([values.view(-1) for values in passes]).sum(dim=0), len(passes)
     if sharing is not None:
         dist.all_reduce(total, group=sharing)

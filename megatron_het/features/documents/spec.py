@@ -1,4 +1,4 @@
-"""Packed documents: attention that ends where a document begins, and what it cannot be combined with."""
+"""Packed documents: attention within documents, and what it cannot be combined with."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,15 +8,15 @@ from megatron_het.plan import Plan, PlanError
 
 _DATASET = "megatron.core.datasets.gpt_dataset"
 CONVERSATIONS, BY_DATASET, BY_TOKEN = "sft", "dataloader_inter_document_masking", "reset_attention_mask"
-"""Megatron's arguments: packed conversations, documents as the dataset knows them, or up to their last token."""
-PACKING = (CONVERSATIONS, BY_DATASET)  # those with which Megatron packs sequences, and positions begin anew with each
+"""Megatron's arguments: packed conversations, documents of the dataset, or documents up to their last token."""
+PACKING = (CONVERSATIONS, BY_DATASET)  # with these Megatron packs sequences, and positions restart at each
 
 
 class Documents(Feature):
-    """Several documents in a sequence that do not see each other.
+    """Several documents in a sequence that do not attend to each other.
 
-    The first stage reads where they begin and tells all ranks before an iteration.  Every chunk then attends with the
-    kernels of slices, without slices too: no stage needs a mask.
+    The first stage reads their starts and sends them to all ranks before an iteration.  Every chunk then uses the
+    kernels of slice attention, even without slices, so no stage needs a mask.
     """
 
     name = "documents"
@@ -30,7 +30,7 @@ class Documents(Feature):
     }
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse what cannot be done where documents do not see each other."""
+        """Refuse arguments that cannot be combined with attention within documents."""
         flag = asked_by(args)
         if not flag:
             return
@@ -50,19 +50,19 @@ class Documents(Feature):
             )
 
     def packing_argument(self, args: Any) -> str:
-        """Returns the argument that asks for documents; "" if none does."""
+        """Returns the argument that switches documents on; "" if none does."""
         return asked_by(args)
 
     def runs_with(self, args: Any) -> bool:
-        """Whether attention ends where documents do; see :class:`Feature`."""
+        """Whether attention is within documents; see :class:`Feature`."""
         return bool(asked_by(args))
 
     def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
-        """No masks: they grow as the square of the length."""
+        """Switch off Megatron's masks, whose size is quadratic in the length."""
         if asked_by(args):
             args.create_attention_mask_in_dataloader = False
 
 
 def asked_by(args: Any) -> str:
-    """The argument that asks for documents that do not see each other; "" if none does."""
+    """The argument that switches on attention within documents; "" if none does."""
     return next((name for name in (*PACKING, BY_TOKEN) if getattr(args, name, False)), "")

@@ -1,1 +1,1 @@
-"""Mixture of experts under a plan: what can be trained in ``spec.py``, balancing losses in ``runtime.py``."""
+"""Mixture of experts under a plan: checks are in ``spec.py``, balancing losses in ``runtime.py``."""

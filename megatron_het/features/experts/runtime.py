@@ -1,4 +1,4 @@
-"""Mixture of experts as a feature of a rank: balancing losses and what layers report, over all slices and ranks."""
+"""Mixture of experts as a feature of a rank: balancing losses and their log, over all slices and ranks."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ from megatron_het.lowering.ranks import RankOp, expert_name
 from megatron_het.plan import Cut
 from megatron_het.runtime.feature import Around, BackwardPass, Call, ForwardPass, Iteration, OpenContext, RuntimeFeature
 
-# Losses that balance experts, exact where a pass has only a part of the sequences.
+# Losses that balance experts, exact even if a pass has only a part of the sequences.
 #
 # The loss of a layer and microbatch is ``E c / (k T^2) * sum_e f_e p_e``: E experts, coefficient c, k experts per
 # token, T tokens, f_e how many tokens chose expert e, and p_e the sum of the scores that tokens give it (Switch
@@ -31,7 +31,7 @@ from megatron_het.runtime.feature import Around, BackwardPass, Call, ForwardPass
 #
 # The f_e have no gradient, and a token's score has the gradient ``E c / (k T^2) f_e``.  In SlimPipe all slices of a
 # microbatch have run forward before its first backward begins (section 4.1 of 2504.14519).  So forward passes only
-# count, the last one adds what the other ranks of the replica have counted, and every backward pass uses the whole f_e.
+# count, the last one adds the counts of the replica's other ranks, and every backward pass uses the complete f_e.
 
 
 _MEAN_OF_MICROBATCH, _MEAN_OF_SEQUENCE, _MEAN_OF_BATCH = "aux_loss", "seq_aux_loss", "global_aux_loss"
@@ -40,58 +40,58 @@ _LOGGED = {
     _MEAN_OF_SEQUENCE: "seq_load_balancing_loss",
     _MEAN_OF_BATCH: "global_load_balancing_loss",
 }
-"""The losses of this kind, by the names that Megatron has for their flags and in its log."""
+"""The losses of this kind: Megatron's names for their flags and in its log."""
 
 
 @dataclass(slots=True)
 class Passes:
-    """Which pass runs on this rank, and who has the other parts of its microbatch.
+    """The pass that runs on this rank, and the ranks with the other parts of its microbatch.
 
     The backward of a CUDA graph of operations runs on another thread, so this is no thread-local.
     """
 
-    slices: int  # per sequence
+    slices: int  # slices per sequence
     groups: Sequence[dist.ProcessGroup] = ()  # groups over which counts are summed one after the other: TP, then CP
-    current: tuple[int, int] | None = None  # (microbatch, slice) of the pass of training that runs; None outside
-    # tokens of its slice, if all ranks had as many of them as this one, and of a sequence; (0, 0) if slices and the
+    current: tuple[int, int] | None = None  # (microbatch, slice) of the running pass of training; None outside
+    # (tokens of its slice if all ranks had as many as this one, tokens of a sequence); (0, 0) if slices and the
     # ranks' parts of them are equal
     part: tuple[int, int] = (0, 0)
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a part of every pass."""
+        """Number of ranks that have a part of every pass."""
         return math.prod(group.size() for group in self.groups)
 
     @property
     def parts(self) -> int:
-        """Into how many parts a microbatch is divided: slices x ranks."""
+        """Number of parts of a microbatch: slices x ranks."""
         return self.slices * self.ranks
 
     @property
     def weight(self) -> float:
-        """How many times as long as the mean this rank's part of the slice that runs is."""
+        """Length of this rank's part of the running slice, relative to the mean."""
         tokens, of = self.part
         return tokens * self.slices / of if of else 1.0
 
     def whole(self, rows: int) -> int:
-        """Rows of the whole microbatch, given this rank's of the pass that runs."""
+        """Rows of the whole microbatch, from this rank's rows of the running pass."""
         tokens, of = self.part
         return rows * self.ranks * of // tokens if of else rows * self.parts
 
 
 @dataclass(slots=True, eq=False)
 class Sums:
-    """Holds what the tokens of one microbatch give the experts of one layer."""
+    """Sums over the tokens of one microbatch for the experts of one layer."""
 
-    chosen: Tensor  # ``[e]``: tokens by expert, of the slices so far; of a loss per sequence ``[b * e]``
-    scores: Tensor  # likewise, the sum of their scores on this rank
+    chosen: Tensor  # ``[e]``: tokens by expert, of the slices so far; for a loss per sequence ``[b * e]``
+    scores: Tensor  # of the same shape, the sum of their scores on this rank
     slices: set[int] = field(default_factory=set)
-    # ``[e]`` or ``[b * e]``: what the gradient of a score is proportional to, when all slices are counted
+    # ``[e]`` or ``[b * e]``: the gradient of a score is proportional to it; set when all slices are counted
     whole: Tensor | None = None
 
 
 class _WithLoss(torch.autograd.Function):
-    """Hands on what is given to it; the backward adds the gradient of a balancing loss to the scores."""
+    """Identity of the probabilities; the backward adds the gradient of a balancing loss to the scores."""
 
     @staticmethod
     def forward(ctx: Any, probs: Tensor, scores: Tensor, sums: Sums, factor: float) -> Tensor:
@@ -114,7 +114,7 @@ class _WithLoss(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _counted(times: float) -> Iterator[None]:
-    """Count what is recorded for Megatron's log meanwhile so many times."""
+    """Context that multiplies values recorded for Megatron's log in it by ``times``."""
     metrics = get_moe_metrics_tracker().metrics if times != 1 else {}
     before = {name: entry.values.clone() for name, entry in metrics.items()}
     yield
@@ -124,7 +124,7 @@ def _counted(times: float) -> Iterator[None]:
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router with balancing losses of whole microbatches; see the text of the module.
+    """Megatron's router with balancing losses of whole microbatches; see the comment above.
 
     Routers become one by :func:`balance_whole_microbatches`.
     """
@@ -133,7 +133,7 @@ class BalancedRouter(TopKRouter):
     sums: dict[tuple[str, int], Sums]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Megatron.  A pass that will be recomputed counts as well: its recomputation comes too late."""
+        """See Megatron.  A pass that will be recomputed is counted, too: its recomputation comes too late."""
         counts = self.training and not torch.is_grad_enabled() and self.passes.current is not None
         if counts and self.is_aux_loss_enabled():
             seq_length, sequences = logits.shape[:2]
@@ -150,12 +150,12 @@ class BalancedRouter(TopKRouter):
         return super().routing(logits, padding_mask)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """See Megatron, whose log has the mean over passes: each counts as long as it is."""
+        """See Megatron, whose log has the mean over passes: here each is weighted by its length."""
         with _counted(self.passes.weight):
             return super().apply_z_loss(logits, padding_mask)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See Megatron, which normalises over the tokens of one TP rank; here over those of all of them."""
+        """See Megatron, which normalises over the tokens of one TP rank; here over those of all TP ranks."""
         group = self.passes.groups[0]
         parts = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(parts, logits.detach().contiguous(), group=group)
@@ -192,19 +192,19 @@ class BalancedRouter(TopKRouter):
         if is_padded:
             raise RuntimeError(f"{kind}: tokens that are padding cannot be left out of whole microbatches")
         sums = self._count(kind, scores, routing_map)
-        # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron makes up for it so.
+        # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron compensates like this.
         tokens = self.passes.whole(probs.shape[0]) if self.calculate_per_token_loss else 1
         return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
 
     def _factor(self, kind: str, scores: Tensor) -> float:
-        """Returns what the product of the two sums is multiplied by: ``E c / (k T^2)``."""
+        """Returns the factor of the product of the two sums: ``E c / (k T^2)``."""
         experts, tokens = self.config.num_moe_experts, self.passes.whole(scores.shape[0])
-        sequences = scores.shape[1] // experts  # 1 but of a loss per sequence, which is the mean of theirs
+        sequences = scores.shape[1] // experts  # 1 except for a loss per sequence, which is their mean
         return experts * self.get_aux_loss_coeff(kind) / (self.topk * tokens * tokens * sequences)
 
     @torch.no_grad()
     def _count(self, kind: str, scores: Tensor, routing_map: Tensor) -> Sums:
-        """The sums of the pass's microbatch, with this pass; a recomputed pass is in them already."""
+        """The sums of the pass's microbatch including this pass; a recomputed pass is already included."""
         if self.passes.current is None:
             raise RuntimeError("a layer of experts runs outside of the schedule, which balances whole microbatches")
         microbatch, index = self.passes.current
@@ -222,7 +222,7 @@ class BalancedRouter(TopKRouter):
         return sums
 
     def _complete(self, kind: str, sums: Sums, factor: float) -> None:
-        """All slices are counted: add the other ranks' counts, and log this rank's share of the loss."""
+        """After the last slice: add the other ranks' counts, and log this rank's share of the loss."""
         whole = sums.chosen
         for group in self.passes.groups:
             dist.all_reduce(whole, group=group)
@@ -245,18 +245,18 @@ class BalancedRouter(TopKRouter):
 
 
 def layers_in_log(config: Any) -> int:
-    """Returns how many layers Megatron's log has a place for, those for later tokens included."""
+    """Returns the number of layers in Megatron's log, including those for multi-token prediction."""
     return int(config.num_layers + extra_layers(config))
 
 
 def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes) -> list[BalancedRouter]:
-    """Let the routers of model chunks balance whole microbatches; returns them.
+    """Make the routers of model chunks balance whole microbatches; returns them.
 
     Args:
-        models: GPTModels, not wrapped.
+        models: GPTModels without wrappers.
 
     Raises:
-        ValueError: A router that is not Megatron's own.
+        ValueError: A router is not Megatron's own.
     """
     found = []
     for module in (module for model in models for module in model.modules()):
@@ -272,9 +272,9 @@ def balance_whole_microbatches(models: Sequence[torch.nn.Module], passes: Passes
 
 
 def share_loss_scale(parts: Sequence[Any]) -> None:
-    """In fp16 let all optimizers of a rank skip together, and divide gradients by the scale that losses have.
+    """In fp16 make all optimizers of a rank skip together, and divide gradients by the scale of the losses.
 
-    Megatron takes that of the first one, and gives each a scaler that knows its own overflows.
+    Megatron scales losses by the first optimizer's scaler, and gives each a scaler that sees only its own overflows.
     """
     shared = getattr(parts[0], "grad_scaler", None) if len(parts) > 1 else None
     if shared is None or parts[1].grad_scaler is shared:
@@ -293,17 +293,17 @@ def share_loss_scale(parts: Sequence[Any]) -> None:
 
 
 class Experts(RuntimeFeature):
-    """Sizes of this rank's experts, and balancing losses in the log that are those of one process.
+    """Sizes of this rank's experts, and logged balancing losses equal to those of a single process.
 
     Megatron sums losses over a pipeline group and takes means over equal replicas.  Here stages have different numbers
-    of ranks, and replicas different numbers of microbatches: what all ranks have recorded is summed, each layer's on
+    of ranks, and replicas different numbers of microbatches.  So the records of all ranks are summed, each layer's on
     the ranks that have it, and Megatron divides by the number of microbatches of the batch.
 
     Args:
-        passes: Which pass runs, and into how many a microbatch is divided.
-        layers: That the log has a place for.
-        whole: Whether balancing losses have to be put together from several passes or ranks.
-        batches_of: How many of the microbatches that Megatron counts each one is.
+        passes: The running pass, and the parts of a microbatch.
+        layers: Number of layers in the log.
+        whole: Whether balancing losses are computed over several passes or ranks.
+        batches_of: For each microbatch, as how many microbatches Megatron counts it.
     """
 
     def __init__(self, cut: Cut, passes: Passes, layers: int, *, whole: bool, batches_of: Sequence[int]) -> None:
@@ -314,15 +314,15 @@ class Experts(RuntimeFeature):
         self._tracker._sync_metrics = self._sync
 
     def prepare_config(self, model_config: Any) -> None:
-        """Layers of experts read the sizes here."""
+        """Set this rank's sizes, which layers of experts read."""
         model_config.transformer.expert_model_parallel_size = self._cut.ep
         model_config.transformer.expert_tensor_parallel_size = self._cut.expert_tp
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Keep gradients and state of the experts with those of all other weights, where these have the same copies.
+        """Keep gradients and state of experts with those of the other weights, if both have the same replicas.
 
-        Megatron gives divided experts buffers and an optimizer of their own, for copies of theirs.  That is right where
-        expert groups are no TP groups.
+        Megatron gives divided experts buffers and an optimizer of their own, for replicas of their own.  That is right
+        only if expert groups are no TP groups.
         """
         for model in models:
             for name, parameter in model.named_parameters():
@@ -332,11 +332,11 @@ class Experts(RuntimeFeature):
             self._routers += balance_whole_microbatches(models, self._passes)
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """In fp16 an overflow of experts is one of all weights."""
+        """In fp16, treat an overflow of the experts as one of all weights."""
         share_loss_scale(getattr(call.optimizer, "chained_optimizers", ()))
 
     def around_forward(self, forward: ForwardPass, call: Call) -> Around:
-        """Routers know the pass that runs."""
+        """Tells routers the pass that runs."""
         return contextlib.nullcontext() if call.forward_only else self._running(forward.op, call)
 
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Around:
@@ -353,7 +353,7 @@ class Experts(RuntimeFeature):
             self._passes.current = None
 
     def _sync(self, metric_names: Sequence[str], pg_collection: Any = None) -> None:
-        """In place of the tracker's own."""
+        """Replaces the tracker's own method."""
         for name in metric_names:
             entry = self._tracker.metrics.get(name)
             if entry is None:
@@ -367,7 +367,7 @@ class Experts(RuntimeFeature):
             dist.all_reduce(values)
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """Move the biases of the experts, unless Megatron's own function does it, with which gradients end."""
+        """Update the biases of the experts, unless Megatron's own ``finalize_model_grads`` does it."""
         for router in self._routers:
             router.sums.clear()
         if call.forward_only or isinstance(call.config.finalize_model_grads_func, GradientFinalizer):

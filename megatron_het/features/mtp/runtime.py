@@ -1,9 +1,9 @@
 """Multi-token prediction as a feature of a rank.
 
-Megatron builds the layers, with a copy of the embedding, where the plan's layout says so, and scales their loss by the
-tokens of a microbatch: the gradients are sums over microbatches, as all others are.  Left to do are the log, a table
-that Megatron holds twice on the last stage, and passes that run parts of sequences, or know documents by where these
-begin.
+Megatron builds the layers, with a copy of the embedding, by the plan's layout, and scales their loss by the
+tokens of a microbatch, so that gradients are sums over microbatches, like all others.  This module handles the log, a
+table that Megatron holds twice on the last stage, and passes that run parts of sequences or have packed documents
+without a mask.
 """
 
 import contextlib
@@ -28,34 +28,34 @@ from megatron_het.runtime.feature import Call, ForwardPass, Iteration, OpenConte
 
 # The tokens after the next one, for passes that run parts of sequences.
 #
-# Megatron moves the tokens of a pass one place to the left, so that the last place has none.  Over a slice, or a
-# context-parallel rank's part, that would be one token missing at the end of every part.  Here whole sequences are
-# moved, before they are cut: the rank that reads has all tokens of them, and tells its TP group.
+# Megatron shifts the tokens of a pass one position to the left, so that the last position has none.  In a slice, or a
+# context-parallel rank's part, one token would be missing at the end of every part.  Here whole sequences are
+# shifted before they are divided: the reading rank has all their tokens, and broadcasts them in its TP group.
 
 _WHOLE = ("tokens", "position_ids", "labels")
 
 
 @dataclass(frozen=True, slots=True)
 class LaterTokens:
-    """Holds what the layers of a pass read and predict; the first index is the layer."""
+    """Inputs and labels of a pass's layers for later tokens; the first index is the layer."""
 
-    # tokens, positions: ``[layers, b, s]``: what each layer embeds
+    # tokens, positions: ``[layers, b, s]``: inputs of each layer's embedding
     tokens: torch.Tensor
     positions: torch.Tensor
-    labels: torch.Tensor  # ``[layers, b, s]``: what it predicts
+    labels: torch.Tensor  # ``[layers, b, s]``: tokens to predict
     masks: torch.Tensor  # ``[layers, b, s]``: 1 where a prediction counts
-    # ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's
+    # ``[1 + layers]``: tokens of the whole microbatch that count for the model's loss, then for each layer's loss
     counts: torch.Tensor
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], layers: int, *, are_packed: bool) -> "LaterTokens":
-        """Takes the tokens of whole sequences.
+        """Makes them for whole sequences.
 
         Args:
             batch: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, all ``[b, s]``.
-            layers: Tokens after the next one that are predicted.
-            are_packed: Whether a document ends where the next position is 0, and with it what is predicted of it; else
-                predictions go on into the next document.
+            layers: Number of tokens after the next one that are predicted.
+            are_packed: Whether predictions end with a document, where the next position is 0; else they continue
+                into the next document.
         """
         begins = batch["position_ids"] == 0 if are_packed else torch.zeros_like(batch["tokens"], dtype=torch.bool)
         ends = begins.roll(-1, dims=1)
@@ -70,7 +70,7 @@ class LaterTokens:
         return cls(tokens, positions, labels, torch.stack(masks[1:]), torch.stack([mask.sum() for mask in masks]))
 
     def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> "LaterTokens":
-        """Takes the tokens of a part of the sequences; ``take`` gives those of a tensor ``[..., s]``."""
+        """Takes a part of the sequences; ``take`` returns the part of a tensor ``[..., s]``."""
         tokens, positions, labels, masks = map(take, (self.tokens, self.positions, self.labels, self.masks))
         return LaterTokens(tokens, positions, labels, masks, self.counts)
 
@@ -78,10 +78,10 @@ class LaterTokens:
 def told(
     own: LaterTokens | None, shape: tuple[int, int, int], group: dist.ProcessGroup, device: torch.device
 ) -> LaterTokens:
-    """Returns what the first rank of a TP group knows.  Collective.
+    """Broadcasts from the first rank of a TP group.  Collective.
 
     Args:
-        own: On the first rank.
+        own: The value on the first rank.
         shape: ``[layers, b, s]``.
     """
     if group.size() == 1:
@@ -103,8 +103,8 @@ def told(
 
 # Multi-token prediction in passes that run parts of sequences.
 #
-# Megatron's own layers run, on tokens that come from beyond the end of the part.  Their losses are computed here,
-# because Megatron divides them by the tokens that count in a pass, and a part is to count for what it is of its
+# Megatron's own layers run, on tokens that may be beyond the end of the part.  Their losses are computed here,
+# because Megatron divides them by the counted tokens of a pass, but a part has to be weighted by its share of the
 # microbatch.
 
 
@@ -113,25 +113,25 @@ class PartialPasses:
 
     def __init__(self) -> None:
         self.later: LaterTokens | None = None
-        """Of the pass that runs."""
+        """Inputs and labels of the running pass."""
         self._depth = 0
 
     def attach(self, model: Any) -> None:
-        """Hook into the chunk (GPTModel, not wrapped), after the hooks that say which part runs."""
-        for layer in model.mtp.layers:  # one after the other; or one of them, several times
+        """Add hooks to the chunk (GPTModel without wrappers), after the hooks that select the part."""
+        for layer in model.mtp.layers:  # several layers in sequence, or one that runs several times
             layer.register_forward_pre_hook(self._embed, with_kwargs=True)
         model.register_forward_pre_hook(self._end_before_losses, with_kwargs=True)
         model.register_forward_hook(self._end_in_losses, with_kwargs=True)
 
     def _end_before_losses(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The chunk's forward gives the hidden states of its last layer and of every layer for later tokens."""
+        """Make the chunk's forward return the hidden states of its last layer and of every layer for later tokens."""
         model.post_process = False
         self._depth = 0
 
     def _embed(
         self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A layer embeds the tokens that are known for it, whatever it makes of those of the pass."""
+        """Make a layer embed its prepared tokens instead of shifting those of the pass."""
         assert self.later is not None
         tokens, positions = self.later.tokens[self._depth], self.later.positions[self._depth]
         embedding, run = kwargs["embedding"], self._depth if layer.config.mtp_use_repeated_layer else 0
@@ -140,14 +140,14 @@ class PartialPasses:
         def embed(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
             return embedding(input_ids=tokens, position_ids=positions)
 
-        # Without documents in the pass that it knows of, the layer moves nothing.
+        # Without parameters of packed sequences the layer shifts nothing.
         params = replace(kwargs["packed_seq_params"], cu_seqlens_q=(), run=run)
         return args, {**kwargs, "embedding": embed, "packed_seq_params": params}
 
     def _end_in_losses(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Token losses ``[b, s]`` of the hidden states that the chunk ends with, one above the other."""
+        """Token losses ``[b, s]`` from the concatenated hidden states that the chunk returns."""
         model.post_process = True
         labels = kwargs.get("labels")
         if labels is None or self.later is None:
@@ -162,12 +162,12 @@ class PartialPasses:
 
 
 def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weight: torch.Tensor | None) -> torch.Tensor:
-    """The hidden states of the last layer, whose gradient will bring about those of the losses of later tokens.
+    """Attaches the losses of later tokens to the hidden states of the last layer; returns these.
 
     Args:
         model: The chunk.
         hidden: ``[(1 + layers) s, b, h]``.
-        weight: Of the output layer where it has none of its own.
+        weight: Weight for an output layer without one of its own.
     """
     config, layers = model.config, len(later.tokens)
     if config.mtp_detach_heads:
@@ -182,7 +182,7 @@ def add_later_losses(model: Any, hidden: torch.Tensor, later: LaterTokens, weigh
                 logits, later.labels[depth], later.masks[depth], model.output_layer, None, model.tp_group
             )
             MTPLossLoggingHelper.save_metrics_to_tracker(losses.sum() / count, right, total, depth, layers)
-        # All gradients are divided by the tokens that count in the loss of the model.
+        # All gradients are later divided by the number of tokens in the model's loss.
         scale = config.mtp_loss_scaling_factor / layers * later.counts[0] / count
         last = MTPLossAutoScaler.apply(last, scale * losses)
     return last
@@ -193,13 +193,13 @@ _GROUPS = ("reduce_group", "avg_group")
 
 
 class MultiTokenPrediction(RuntimeFeature):
-    """Losses in the log that are those of one process, and one table where Megatron has two.
+    """Logged losses equal to those of a single process, and one table of embeddings where Megatron has two.
 
-    Megatron takes means over equal replicas.  Here replicas have different numbers of microbatches: what all of them
-    have recorded is summed, and Megatron divides by the number of microbatches of the batch.
+    Megatron takes means over equal replicas.  Here replicas have different numbers of microbatches, so the records of
+    all replicas are summed, and Megatron divides by the number of microbatches of the batch.
 
     Args:
-        layers: Tokens after the next one that are predicted.
+        layers: Number of tokens after the next one that are predicted.
     """
 
     roles: tuple[str, ...] = ("stage", "loss")
@@ -212,14 +212,14 @@ class MultiTokenPrediction(RuntimeFeature):
         self._tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Tied embeddings: the output layer reads the copy of the embedding, and its own table is never used."""
+        """With tied embeddings, make the output layer use the copy of the embedding instead of its own table."""
         for model in models:
             chunk: Any = model
             if chunk.mtp_process and chunk.share_embeddings_and_output_weights and not chunk.pre_process:
                 chunk.output_layer.weight = None
 
     def finish(self, call: Call, state: Iteration) -> None:
-        """Sum what the ranks have recorded, and tell it to those that log it."""
+        """Sum the records of all ranks, and send the sum to the ranks that log it."""
         if call.forward_only:
             return
         values = torch.zeros(len(_COUNTED), self._layers, device=call.device)
@@ -240,12 +240,12 @@ class MultiTokenPrediction(RuntimeFeature):
 
 
 class LaterTokensOfParts(MultiTokenPrediction):
-    """Predicts later tokens where passes run parts of sequences, or know documents by where they begin.
+    """Multi-token prediction for passes that run parts of sequences, or have packed documents without a mask.
 
     Args:
-        layers: Tokens after the next one that are predicted.
-        sequences: Reads batches and cuts them.
-        are_packed: Whether Megatron predicts nothing beyond the end of a document.
+        layers: Number of tokens after the next one that are predicted.
+        sequences: Reads batches and divides them.
+        are_packed: Whether predictions end with a document, as in Megatron.
     """
 
     roles = ("stage", "loss", "tp")
@@ -270,7 +270,7 @@ class LaterTokensOfParts(MultiTokenPrediction):
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
-        """Tells all TP ranks what the layers read and predict."""
+        """Broadcasts the inputs and labels of the layers to all TP ranks, around a forward."""
         op = forward.op
         if op.chunk != self._chunk:
             yield

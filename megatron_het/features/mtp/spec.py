@@ -15,15 +15,15 @@ _LANGUAGE = "megatron.core.models.common.language_module.language_module.Languag
 
 @dataclass(frozen=True, slots=True)
 class MtpOptions:
-    """Holds what the model says."""
+    """Number of layers for multi-token prediction."""
 
-    layers: int  # so many tokens after the next one are predicted, above 0
+    layers: int  # number of tokens after the next one that are predicted, above 0
 
 
 class MultiTokenPrediction(Feature):
-    """Layers with the last chunk, and a copy of the embedding for the tokens that they read.
+    """Additional layers of the last chunk, with a copy of the embedding for their input tokens.
 
-    The copy is held alike with that of the first chunk as tied embeddings are.
+    The copy is kept equal to that of the first chunk, as for tied embeddings.
     """
 
     name = "mtp"
@@ -39,7 +39,7 @@ class MultiTokenPrediction(Feature):
         f"{_MTP}.tie_word_embeddings_state_dict": "d35f36469882acdd",
         f"{_MTP}._compute_mtp_acceptance_counts": "c8d1b6a114dab063",
         f"{_MTP}.MTPLossAutoScaler": "63768749f96064ba",
-        # What is done in their place where passes run parts of sequences, or have several documents.
+        # Upstream code that is replaced if passes run parts of sequences, or have several documents.
         f"{_MTP}.roll_tensor": "4928a464e8d8fc8c",
         f"{_MTP}._roll_tensor_packed_seq": "87a453e4ae2f0f48",
         f"{_MTP}.MultiTokenPredictionLayer._get_embeddings": "dac02320471040fd",
@@ -50,11 +50,11 @@ class MultiTokenPrediction(Feature):
     }
 
     def options_of(self, plan: Plan) -> MtpOptions | None:
-        """Returns what the plan's model says."""
+        """Returns the options from the plan's model; None without such layers."""
         return MtpOptions(plan.model.mtp_num_layers) if plan.model.mtp_num_layers else None
 
     def check_plan(self, plan: Plan, options: MtpOptions) -> None:
-        """Refuse tables that are taken apart, and unequal microbatches."""
+        """Refuse a split vocabulary, and unequal microbatches."""
         for other, _ in features_of(plan):
             if other.holds_rows_once:
                 problem = "its layers read the embedding of later tokens, whose rows are spread over the stages"
@@ -73,12 +73,12 @@ class MultiTokenPrediction(Feature):
         return int(getattr(model, "mtp_num_layers", None) or 0)
 
     def layer_flags(self, model: Any) -> dict[str, int]:
-        """Returns the flag, which a hybrid model's pattern stands for."""
+        """Returns the flag with its value; a hybrid model's pattern replaces it."""
         layers = self.extra_layers(model)
         return {"mtp-num-layers": layers} if layers and not model.pattern else {}
 
     def model_problem(self, model: Any) -> str:
-        """Returns what is wrong with the number of layers or with positions; see :class:`Feature`."""
+        """Returns the problem with the number of layers or with positions; see :class:`Feature`."""
         layers = self.extra_layers(model)
         if layers > model.num_layers:
             return f"mtp_num_layers = {layers} is more than num_layers = {model.num_layers}"
@@ -87,11 +87,11 @@ class MultiTokenPrediction(Feature):
         return ""
 
     def shrink(self, model: ModelShape, like: ModelShape) -> ModelShape:
-        """Leave one layer at most."""
+        """Keep at most one layer."""
         return replace(model, mtp_num_layers=min(like.mtp_num_layers, 1))
 
     def reads_tokens(self, args: Any, vp_stage: int | None) -> bool:
-        """Whether layers for later tokens are in the chunk, which embed these tokens."""
+        """Whether the chunk has layers for later tokens, which embed these tokens."""
         if not args.mtp_num_layers:
             return False
         from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
@@ -108,11 +108,11 @@ class MultiTokenPrediction(Feature):
         )
 
     def runs_of_a_layer(self, args: Any) -> int:
-        """Returns 1, or with one layer for all later tokens as many as there are of those."""
+        """Returns 1, or the number of later tokens if one layer predicts all of them."""
         return (getattr(args, "mtp_num_layers", None) or 0) if getattr(args, "mtp_use_repeated_layer", False) else 1
 
     def check_arguments(self, plan: Plan, options: MtpOptions, args: Any) -> None:
-        """Refuse what Megatron's layers do not do everywhere."""
+        """Refuse arguments that Megatron's layers support only in some settings."""
         flag = "--mtp-num-layers"
         has_copy = not plan.model.tied_embeddings and plan.path[0] != plan.path[-1]
         if has_copy and getattr(args, "mtp_detach_heads", False) and args.overlap_grad_reduce:

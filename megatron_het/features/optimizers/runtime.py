@@ -1,9 +1,9 @@
 """Lion in the distributed optimizer, as a feature of a rank.
 
-Megatron has built its distributed optimizer around an Adam.  Only the step of that Adam is replaced: Adam goes on to
-update what stock Megatron leaves to it, and Lion updates the matrices of the layers.  Shards, windows, offload, norms
-and checkpoints see nothing of it.  The state of all parameters has Adam's form: Lion keeps its momentum in the first
-moment, and the second one of a matrix stays zero.
+Megatron has built its distributed optimizer around an Adam.  Only the step of that Adam is replaced: Adam still
+updates the parameters that stock Megatron leaves to it, and Lion updates the matrices of the layers.  Shards, windows,
+offload, norms and checkpoints are not affected.  The state of all parameters has Adam's form: Lion stores its momentum
+in the first moment, and the second one of a matrix stays zero.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from megatron_het.runtime.feature import Call, Iteration, OpenContext, RuntimeFe
 
 
 class LionBesideAdam(RuntimeFeature):
-    """Has Lion make its part of the updates, from the first iteration of training on."""
+    """Replaces Adam's step from the first iteration of training on."""
 
     def __init__(self, betas: tuple[float, float]) -> None:
         self._betas = betas
         self._steps: list[LionSteps] = []
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """Megatron's optimizer is known when training begins; see :class:`RuntimeFeature`."""
+        """Replace the step once Megatron's optimizer exists; see :class:`RuntimeFeature`."""
         if self._steps or call.forward_only or call.optimizer is None:
             return
         for part in getattr(call.optimizer, "chained_optimizers", [call.optimizer]):
-            if part.optimizer is not None:  # which it is on ranks without parameters
+            if part.optimizer is not None:  # None on ranks without parameters
                 self._steps.append(LionSteps(part.optimizer, set(matrices(part)), self._betas))
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class LionBesideAdam(RuntimeFeature):
 
 
 def matrices(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yields main parameters of a distributed optimizer that Lion updates: this rank's parts of matrices."""
+    """Yields the main parameters of a distributed optimizer that Lion updates: this rank's shards of matrices."""
     from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
     for models, mains in (
@@ -49,10 +49,10 @@ def matrices(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 class LionSteps:
-    """Stands for the ``step`` of an Adam, and has Lion update some of its parameters.
+    """Replaces the ``step`` of an Adam, so that Lion updates some of its parameters.
 
     Args:
-        adam: That of torch, Apex or Transformer Engine.
+        adam: Adam of torch, Apex or Transformer Engine.
         chosen: The parameters that Lion updates.
     """
 
@@ -61,12 +61,12 @@ class LionSteps:
 
         self._adam, self._chosen, self._betas = adam, chosen, betas
         self._adam_step = adam.step
-        self._counts_each = isinstance(adam, torch.optim.Adam)  # the others count the steps of a group
-        self._lion = Lion([torch.zeros(0)], betas=betas)  # a parameter has to be there; groups come with every step
+        self._counts_each = isinstance(adam, torch.optim.Adam)  # the others count steps by group
+        self._lion = Lion([torch.zeros(0)], betas=betas)  # torch requires a parameter; the groups are set at every step
         adam.step = self._step
 
     def undo(self) -> None:
-        """Let Adam work by its own method again, and forget its parameters."""
+        """Restore Adam's own step, and drop the references to its parameters."""
         vars(self._adam).pop("step", None)
         self._chosen.clear()
         self._lion.param_groups.clear()
@@ -74,7 +74,7 @@ class LionSteps:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Update the parameters of Adam's present groups."""
+        """Update the parameters of Adam's groups."""
         groups = self._adam.param_groups
         for_adam = [{**g, "params": [p for p in g["params"] if p not in self._chosen]} for g in groups]
         for_lion = [
@@ -107,5 +107,5 @@ class LionSteps:
 def open_feature(context: OpenContext) -> RuntimeFeature:
     """The feature on this rank."""
     args = context.args
-    # As upstream, where --lion-beta1 and --lion-beta2 are for the Lion beside Muon alone.
+    # As upstream, where --lion-beta1 and --lion-beta2 apply only to the Lion beside Muon.
     return LionBesideAdam((args.adam_beta1, args.adam_beta2))

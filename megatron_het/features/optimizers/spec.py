@@ -1,14 +1,14 @@
-"""Demands of Megatron's optimizers on a plan, and Lion in the distributed optimizer.
+"""Requirements of Megatron's optimizers on a plan, and Lion in the distributed optimizer.
 
-Adam, SGD and Lion work element by element: it does not matter to them how a plan cuts weights.  Muon
-orthogonalizes whole matrices, and each replica of a stage makes that update by itself.
+Adam, SGD and Lion work element by element, so any sharding of weights is possible.  Muon
+orthogonalizes whole matrices, and each replica of a stage computes that update by itself.
 
 Of Megatron's optimizers, all but Adam and SGD come from the package ``emerging-optimizers``.  They update matrices;
-embeddings, the output layer, norms and biases are left to Adam (or, with Muon, to ``--muon-scalar-optimizer``).
+Adam updates embeddings, the output layer, norms and biases (with Muon, ``--muon-scalar-optimizer``).
 
-Upstream shards Lion by whole matrices, by an optimizer that knows neither ministages nor parts of unequal size, and
-whose checkpoints belong to one layout.  A plan shards it element by element, as Adam: to Megatron the optimizer is
-Adam, and on every rank Lion makes the updates of the matrices (``runtime.py``).
+Upstream shards Lion by whole matrices, with an optimizer that supports neither ministages nor shards of unequal size,
+and whose checkpoints depend on the layout.  A plan shards it element by element, like Adam: for Megatron the optimizer
+is Adam, and on every rank Lion computes the updates of the matrices (``runtime.py``).
 """
 
 import importlib.metadata
@@ -20,13 +20,13 @@ from megatron_het.features.base import Feature, NoOptions, flag_of
 from megatron_het.plan import Plan, PlanError, Stage
 
 PACKAGE, TESTED, LEAST = "emerging-optimizers", "0.3.0", (0, 2)
-"""The package, the release of it that is tested, and the first one that Megatron takes."""
+"""The package, its tested release, and the first release that Megatron supports."""
 
 SHARDED_LION = "het_sharded_lion"
-"""Set among Megatron's arguments where Lion updates what the distributed optimizer shards."""
+"""Attribute of Megatron's arguments that is set if Lion updates the distributed optimizer's matrices."""
 
 _IMPORTED = {"emerging_optimizers": PACKAGE, "absl": "absl-py", "triton": "triton"}
-"""What the package imports beside torch, and what to install for it; not every build of torch brings Triton."""
+"""Modules that the package imports beside torch, and how to install them; not every build of torch has Triton."""
 
 _BUILT_IN = ("adam", "sgd")
 _IMPOSSIBLE = {
@@ -48,7 +48,7 @@ _WHOLE_MODES = ("duplicated", "distributed")  # values of ``--muon-tp-mode`` wit
 
 
 class Optimizers(Feature):
-    """On with every plan."""
+    """Checks of the optimizer; on with every plan."""
 
     name = "optimizers"
     title = "optimizers"
@@ -58,7 +58,7 @@ class Optimizers(Feature):
     }
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse optimizers that would not train as in one process."""
+        """Refuse optimizers that would not train as in a single process."""
         super().check_any_arguments(plan, args)
         check_optimizer(plan, args)
 
@@ -67,19 +67,19 @@ class Optimizers(Feature):
         return getattr(args, SHARDED_LION, False)
 
     def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
-        """Megatron shards Adam, and Lion steps in."""
+        """Set Megatron's optimizer to Adam where the distributed optimizer shards Lion."""
         if plan.training.distributed_optimizer and args.optimizer == "lion":
             args.optimizer = "adam"
             setattr(args, SHARDED_LION, True)
 
 
 def name_of(args: Any) -> str | None:
-    """The optimizer that some arguments of Megatron, perhaps those of a checkpoint, train with; None if unknown."""
+    """The name of the optimizer in Megatron's arguments, perhaps those of a checkpoint; None if unknown."""
     return "lion" if getattr(args, SHARDED_LION, False) else getattr(args, "optimizer", None)
 
 
 def check_optimizer(plan: Plan, args: Any) -> None:
-    """Refuse an optimizer, by parsed arguments, that would not train, or not as in one process; raises PlanError."""
+    """Refuse an optimizer, by parsed arguments, that would fail or not train as in one process; raises PlanError."""
     name = getattr(args, "optimizer", None) or "adam"
     if name in _IMPOSSIBLE:
         raise PlanError("--optimizer", name, *_IMPOSSIBLE[name])
@@ -98,7 +98,7 @@ def check_optimizer(plan: Plan, args: Any) -> None:
 
 
 def _check_shards(name: str, args: Any) -> None:
-    """Refuse what the distributed optimizer does not shard."""
+    """Refuse optimizers and options that the distributed optimizer cannot shard."""
     if name not in _SHARDED:
         problem = f"the distributed optimizer of a plan shards the state of {' and '.join(_SHARDED)} only"
         hint = "Use one of them, or make the plan without training.distributed_optimizer and what shards over it"
@@ -109,7 +109,7 @@ def _check_shards(name: str, args: Any) -> None:
 
 
 def _check_whole_matrices(plan: Plan, args: Any) -> None:
-    """Refuse what cuts matrices, and replicas that would round the update of one matrix in several ways."""
+    """Refuse plans that divide matrices, and replicas that would round the update of a matrix differently."""
     sizes = sorted({r.tp for s in plan.stages for r in s.replicas})
     mode = getattr(args, "muon_tp_mode", None) or "blockwise"
     if sizes != [1] and mode not in _WHOLE_MODES:
@@ -129,7 +129,7 @@ def _check_whole_matrices(plan: Plan, args: Any) -> None:
 
 
 def _differences(stage: Stage) -> str:
-    """By what the replicas of a stage may round differently; "" if they do the same."""
+    """The properties in which replicas of a stage differ, so that they may round differently; "" if none."""
     for what, values in (
         ("TP or EP sizes", {replica.cut for replica in stage.replicas}),
         ("devices", {device for replica in stage.replicas for device in replica.devices}),
@@ -140,7 +140,7 @@ def _differences(stage: Stage) -> str:
 
 
 def _check_package(name: str) -> None:
-    """Megatron looks for the package when it builds the optimizer, long after the start."""
+    """Refuse a missing package early: Megatron imports it only when it builds the optimizer."""
     hint = f'Install it: pip install "{PACKAGE}=={TESTED}"'
     try:
         version = importlib.metadata.version(PACKAGE)

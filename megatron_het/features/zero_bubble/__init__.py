@@ -1,1 +1,1 @@
-"""Zero-bubble schedules: backward passes in two halves.  Schedules in ``passes.py``, the halves in ``runtime.py``."""
+"""Zero-bubble schedules: backward passes in two halves; schedules in ``passes.py``, the halves in ``runtime.py``."""

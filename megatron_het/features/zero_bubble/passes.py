@@ -1,9 +1,9 @@
 """Zero-bubble schedules: ZB-H1, ZB-V and V-Half.
 
-The backward is split: gradients of inputs go on to the previous stage, gradients of weights fill idle time.
+The backward is split: gradients of inputs are sent to the previous stage, gradients of weights fill idle time.
 The V schedules place chunk 0 down the stages and chunk 1 back up, and repeat one *building block* per
 microbatch: moving one stage on delays each pass by a fixed number of slots.  The sum of the delays of a
-chunk's forward and backward decides how long activations live, hence the memory: 6 slots, the length of
+chunk's forward and backward determines how long activations live, hence the memory: 6 slots, the length of
 the block, for ZB-V (the memory of 1F1B), 3 for V-Half (half of it).
 """
 
@@ -20,7 +20,7 @@ from megatron_het.schedule.generators.one_f_one_b import in_flight_limits
 from megatron_het.schedule.ir import Kind, Op, Program, Shape
 from megatron_het.schedule.kinds import BACKWARD_PASS, OWN_GRADIENT, Effect, Price, Value, Work, add_kinds
 
-# The two halves of a backward.
+# Kinds of the two halves of a backward.
 
 
 def _input_gradient(prices: Prices) -> Callable[[int, Op], float]:
@@ -38,7 +38,7 @@ def _weight_gradient(prices: Prices) -> Callable[[int, Op], float]:
 
 
 def _use_up(held: Lifetimes) -> Callable[[int, Op, list[int]], None]:
-    """Activations are used for the last time, without parameters."""
+    """Returns the rule for the last use of activations in an operation that needs no parameters."""
 
     def step(node: int, op: Op, found: list[int]) -> None:
         held.use(node, op, found, parameters=False)
@@ -80,7 +80,7 @@ BLOCK = 6  # slots of a building block: forward, input and weight gradient of tw
 
 
 class _Filler(listing.Loop):
-    """Runs forwards and input gradients in the given order, weight gradients when idle or short of memory."""
+    """Runs forwards and input gradients in a given order, and weight gradients when idle or short of memory."""
 
     def __init__(
         self, deps: Dependencies, orders: Sequence[Sequence[Op]], limits: Sequence[int], speeds: listing.Speeds
@@ -129,7 +129,7 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
     """ZB-H1: 1F1B with the weight gradients delayed into its bubbles, within the memory of 1F1B's first stage.
 
     With several replicas per stage the order of forwards and input gradients comes from a simulation of the
-    iteration, as 1F1B's does; a device holds in proportion to its share of the microbatches.
+    iteration, as in 1F1B; a device holds activations in proportion to its share of the microbatches.
 
     Args:
         shape: one chunk per stage, no slices.
@@ -158,8 +158,8 @@ def zb_h1(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] |
 def zb_v(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
     """ZB-V: two chunks per stage in a V.
 
-    When forward and both gradients take equally long, the last device never idles once it has begun, so the
-    bubble is its start alone, ``stages - 1`` passes.
+    If forward and both gradients take equally long, the last device is never idle after its first pass, so the
+    bubble is only the wait for that pass, ``stages - 1`` passes.
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
@@ -171,7 +171,7 @@ def zb_v(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | 
 
 
 def v_half(shape: Shape, *, forward_only: bool = False, speeds: Sequence[float] | None = None) -> Program:
-    """V-Half: as ZB-V with half the memory and some bubble.
+    """V-Half: like ZB-V, with half the memory and some bubble.
 
     Args:
         shape: two chunks per stage, placed "v", no slices.
@@ -207,11 +207,11 @@ def _v_schedule(name: str, shape: Shape, forward_only: bool, speeds: Sequence[fl
 
 
 def _block_starts(shape: Shape, costs: listing.Speeds) -> list[float]:
-    """When the building block of every microbatch begins, in slots.
+    """Start of every microbatch's building block, in slots.
 
-    A device that runs a microbatch begins no other for the length of a block, or longer where another replica of
-    its stage is faster.  So the order on each device is that of a pipeline whose other microbatches run
-    elsewhere.  All devices of a microbatch count from one start, so that the orders of all devices together run.
+    A device that runs a microbatch begins no other for the length of a block, or for longer if another replica of
+    its stage is faster.  So the order on each device is that of a pipeline whose other microbatches run on
+    other devices.  All devices of a microbatch use one start, so that the orders of all devices are compatible.
     """
     fastest = [math.inf] * shape.stages
     for device, row in zip(shape.devices, costs.forward_s, strict=True):
@@ -227,7 +227,7 @@ def _block_starts(shape: Shape, costs: listing.Speeds) -> list[float]:
 
 
 def _held_at_most(offsets: Sequence[int]) -> int:
-    """Chunks in flight in the steady state, weight gradients in the first free slots after their inputs'."""
+    """Chunks in flight in the steady state, with weight gradients in the first free slots after input gradients."""
     taken = {offset % BLOCK for offset in offsets}
     weight_slots = []
     for offset in offsets[2:]:
@@ -244,8 +244,8 @@ def block_offsets(stages: int, lifespan: int) -> tuple[tuple[int, int, int, int]
     """Slots of F0, F1, I1, I0 of microbatch 0 on every stage, repeated every :data:`BLOCK` slots.
 
     ``lifespan`` is the delay per stage of a chunk's forward plus that of its backward.  Of all delays and
-    gaps at the turns of the V for which no stage has two passes in one slot, those with the least memory
-    are taken, then those that turn soonest, then those that descend fastest.
+    gaps at the turns of the V for which no stage has two passes in one slot, the choice is by the least memory,
+    then by the earliest turn, then by the fastest descent.
     """
     best: tuple[tuple[int, ...], tuple[tuple[int, int, int, int], ...]] | None = None
     for f0, f1 in itertools.product(range(1, lifespan), repeat=2):

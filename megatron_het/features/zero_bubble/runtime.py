@@ -15,17 +15,16 @@ from megatron_het.lowering.ranks import RankOp
 from megatron_het.runtime import feature
 from megatron_het.schedule.kinds import Kind
 
-# Weight gradients of linear layers that wait for their BACKWARD_WEIGHT.
+# Deferred weight gradients of linear layers, which BACKWARD_WEIGHT computes.
 #
 # A linear layer's backward has two matrix products: the gradient of its input, which the layer before needs, and
-# that of its weight, which nobody needs before the optimizer.  Megatron's layers compute both at once, so here they
-# get another forward function: its backward computes the first product and keeps what the second
-# one is made of; BACKWARD_WEIGHT computes the second and adds it to ``main_grad``, as the hooks of Megatron's DDP do.
-# Gradients of everything else (norms, biases, embeddings) are computed with the first half.
-#
-# Transformer Engine's layers can put the second product off themselves.  They ask a store of their own whether to, and
-# ``backward_dw`` takes from there what was put off, in the order of the backwards.  Here that store is replaced by
-# :class:`LayerStore`, which knows the pass.
+# that of its weight, which is not needed before the optimizer.  Megatron's layers compute both at once, so here they
+# get another forward function: its backward computes the first product and keeps the inputs of the second
+# one.  BACKWARD_WEIGHT computes the second and adds it to ``main_grad``, as the hooks of Megatron's DDP do.
+# All other gradients (norms, biases, embeddings) are computed with the first half.
+# Transformer Engine's layers can defer the second product themselves.  They query a store of their own whether to, and
+# ``backward_dw`` takes deferred products from it, in the order of the backwards.  Here that store is replaced by
+# :class:`LayerStore`, which keeps them by pass.
 
 Key = tuple[int, int, int]  # (microbatch, slice, chunk) of the passes that belong together
 
@@ -36,11 +35,11 @@ class _Product:
 
     weight: torch.nn.Parameter
     source: torch.Tensor  # the layer's input ``[s, b, k]``; with sequence parallelism this rank's part of the sequence
-    gradient: torch.Tensor  # of the layer's output ``[s, b, n]``
-    group: dist.ProcessGroup | None  # ranks to gather the input from, None where it is whole
+    gradient: torch.Tensor  # gradient of the layer's output ``[s, b, n]``
+    group: dist.ProcessGroup | None  # ranks to gather the input from, None if it is whole
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
-        """Compute it and add it to the gradients; what an overlapped reduction waits for of them."""
+        """Compute it and add it to the gradients; returns the parameters for which an overlapped reduction waits."""
         source = self.source
         if self.group is not None:
             source = gather_from_sequence_parallel_region(source, group=self.group)
@@ -51,21 +50,21 @@ class _Product:
 
 @dataclass(slots=True)
 class _PutOff:
-    """Holds what a layer of Transformer Engine has put off."""
+    """A deferred weight gradient of a Transformer Engine layer."""
 
     store: "LayerStore"
     entry: Sequence[Any]
 
     def add(self) -> tuple[torch.nn.Parameter, ...]:
-        """Let the layer compute it; all parameters of the layer, whose gradients are complete now."""
+        """Let the layer compute it; returns all parameters of the layer, whose gradients are complete now."""
         return self.store.complete(self.entry)
 
 
 class LayerStore:
-    """In place of a Transformer Engine layer's store of weight gradients (``WeightGradStore``).
+    """Replaces a Transformer Engine layer's store of weight gradients (``WeightGradStore``).
 
     Args:
-        gradients: Takes what is put off.
+        gradients: Keeps the deferred products.
     """
 
     def __init__(self, layer: Any, gradients: "WeightGradients") -> None:
@@ -75,29 +74,29 @@ class LayerStore:
 
     @property
     def context(self) -> "LayerStore":
-        """Returns what is asked whether anything is ``empty``."""
+        """Returns the object whose ``empty`` the layer reads."""
         return self
 
     def empty(self) -> bool:
-        """Whether nothing is to be computed now."""
+        """Whether no product is to be computed now."""
         return not self._due
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether to put off: in passes that are split, and while what has been put off is computed.
+        """Whether to defer: in passes that are split, and while deferred products are computed.
 
-        Transformer Engine asks in the backward, from release 2.16 on in the forward too.
+        Transformer Engine calls this in the backward, from release 2.16 on in the forward too.
         """
         return self._gradients.splits or bool(self._due)
 
     def put(self, tensors: Sequence[torch.Tensor], function: Callable[..., Any]) -> None:
-        """Put a function of tensors off."""
+        """Defer a function of tensors."""
         self._gradients.take(_PutOff(self, (tensors, function)))
 
     def pop(self) -> tuple[Any, Sequence[torch.Tensor]]:
-        """The result of what is to be computed now, and its tensors.
+        """Computes the product that is due; returns its result and its tensors.
 
-        A bias that is added outside of the layer, or any in fp8, had its gradient with the first half.  The layer takes
-        one from here all the same where the bias has none.
+        A bias that is added outside of the layer, or any bias in fp8, has its gradient from the first half.  The layer
+        nevertheless takes one from this result if the bias has no ``grad``.
         """
         tensors, function = self._due.pop()
         found = function(*tensors)
@@ -109,10 +108,10 @@ class LayerStore:
         return found, tensors
 
     def complete(self, entry: Sequence[Any]) -> tuple[torch.nn.Parameter, ...]:
-        """Let the layer compute what it has put off; returns the layer's parameters.
+        """Let the layer compute its deferred product; returns the layer's parameters.
 
-        The layer adds to ``main_grad`` by itself where it fuses that.  Otherwise it sets ``grad``, which may hold
-        gradients of other passes.
+        With gradient accumulation fusion the layer adds to ``main_grad`` itself.  Otherwise it sets ``grad``, which may
+        hold gradients of other passes.
         """
         weights = tuple(p for p in self._layer.parameters(recurse=False) if p.requires_grad)
         before = [weight.grad for weight in weights]
@@ -134,19 +133,19 @@ _Half = _Product | _PutOff  # the second half of a layer's backward
 
 @dataclass
 class WeightGradients:
-    """Holds what the BACKWARD_INPUT operations of an iteration have left to do.
+    """Holds the weight gradients that the BACKWARD_INPUT operations of an iteration have deferred.
 
-    What is kept is bounded by the schedule: a microbatch's inputs and output gradients of linear layers,
+    The schedule bounds the memory: a microbatch's inputs and output gradients of linear layers,
     from its BACKWARD_INPUT to its BACKWARD_WEIGHT.
     """
 
-    splits: bool = False  # whether what runs belongs to a pass whose backward comes in two halves
+    splits: bool = False  # whether the running pass has its backward in two halves
     _waiting: dict[Key, list[_Half]] = field(default_factory=dict)
     _open: list[_Half] | None = None
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """Around a FORWARD whose backward comes in two halves."""
+        """Context around a FORWARD whose backward runs in two halves."""
         self.splits = True
         try:
             yield
@@ -155,7 +154,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Around a BACKWARD_INPUT, recomputed forwards included: linear layers leave their second product."""
+        """Context around a BACKWARD_INPUT, recomputed forwards included, in which second products are deferred."""
         self._open = self._waiting[key] = []
         try:
             with self.splitting():
@@ -164,7 +163,7 @@ class WeightGradients:
             self._open = None
 
     def take(self, half: _Half) -> None:
-        """Keep what the BACKWARD_INPUT that runs leaves to do; outside of one it is computed at once."""
+        """Defer the second half of a layer's backward; outside of a BACKWARD_INPUT it is computed at once."""
         if self._open is None:
             half.add()
         else:
@@ -172,7 +171,7 @@ class WeightGradients:
 
     @torch.no_grad()
     def compute(self, key: Key, ready: Callable[[torch.nn.Parameter], None] | None = None) -> None:
-        """Run one BACKWARD_WEIGHT, let go of what it used at once, and tell ``ready`` of every complete weight."""
+        """Run one BACKWARD_WEIGHT, free its inputs at once, and call ``ready`` for every complete weight."""
         halves = self._waiting.pop(key)
         halves.reverse()
         while halves:
@@ -182,17 +181,17 @@ class WeightGradients:
                     ready(weight)
 
     def check_empty(self) -> None:
-        """The iteration is done; raises RuntimeError if weight gradients of some passes were not computed."""
+        """Raise RuntimeError if weight gradients of some passes were not computed in the iteration."""
         if self._waiting:
             raise RuntimeError(f"BACKWARD_WEIGHT is missing for (microbatch, slice, chunk) {sorted(self._waiting)}")
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all deferred products."""
         self._waiting.clear()
 
 
 def _add(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Accumulate as Megatron's DDP does, or as autograd does without it."""
+    """Add a gradient to ``main_grad`` as Megatron's DDP does, or without DDP to ``grad`` as autograd does."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(gradient)
@@ -203,10 +202,10 @@ def _add(weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """``source @ weight.T``; its backward computes the first product and hands over what the second one needs.
+    """``source @ weight.T``; its backward computes the first product and defers the second one.
 
-    The weight is no input of the function, as autograd knows them: DDP's hooks on weights would take its
-    missing gradient for one that has been lost.
+    The weight is not an input of the function for autograd, because DDP's hooks on weights would treat its
+    missing gradient as an error.
     """
 
     @staticmethod
@@ -220,7 +219,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,), (source,), layer = grads, ctx.saved_tensors, ctx.layer
-        # Without its history, which would keep a layer's input and that input's gradient where the layer has run again.
+        # Detached: after a recomputation the graph would keep the layer's input and that input's gradient.
         kept, group = source.detach(), layer.group if layer.gathers else None
         if group is not None and layer.gathers_once:
             kept, group = gather_from_sequence_parallel_region(source, group=group), None
@@ -230,14 +229,14 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Holds what a call of a linear layer works with."""
+    """Inputs and settings of a linear layer's call."""
 
     weight: torch.nn.Parameter  # ``[n, k]``
     reduces: bool  # whether the input's gradient is summed over the TP group
     gathers: bool  # whether the input is a part of the sequence (sequence parallelism)
-    gathers_once: bool  # whether the second product has the input that the first half gathered, as in dry runs
+    gathers_once: bool  # whether the second product reuses the input that the first half gathered, as in dry runs
     group: dist.ProcessGroup | None
-    gradients: WeightGradients  # takes the second product
+    gradients: WeightGradients  # keeps the second product
 
 
 def _input_gradient(layer: _Layer, gradient: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -254,11 +253,11 @@ def _input_gradient(layer: _Layer, gradient: torch.Tensor, source: torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class SplitForward:
-    """In place of a layer's ``_forward_impl``, with the arguments of Megatron's own.
+    """Replaces a layer's ``_forward_impl``, with the arguments of Megatron's own.
 
     Args:
-        own: The layer's own, for passes whose backward is whole.
-        gradients: Where second products are kept.
+        own: The layer's own function, for passes whose backward is not split.
+        gradients: Keeps the second products.
     """
 
     own: Callable[..., torch.Tensor]
@@ -267,7 +266,7 @@ class SplitForward:
     def __call__(
         self, input: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        """``[s, b, n]`` of ``[s, b, k]``."""
+        """Maps ``[s, b, k]`` to ``[s, b, n]``."""
         trains = torch.is_grad_enabled() and weight.requires_grad and input.requires_grad
         if not (trains and self.gradients.splits):
             return self.own(input=input, weight=weight, bias=bias, **options)
@@ -278,11 +277,11 @@ class SplitForward:
 
 
 def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGradients) -> list[torch.nn.Module]:
-    """Let the backwards of linear layers be split, Megatron's own and Transformer Engine's; the changed layers.
+    """Split the backwards of linear layers, Megatron's own and Transformer Engine's; returns the changed layers.
 
     Args:
-        models: GPTModels, not wrapped.
-        gradients: Where second products are kept.
+        models: GPTModels without wrappers.
+        gradients: Keeps the second products.
     """
     found = []
     for module in (module for model in models for module in model.modules()):
@@ -299,8 +298,8 @@ def split_linear_layers(models: Iterable[torch.nn.Module], gradients: WeightGrad
 def _split_layer(layer: Any, gradients: WeightGradients) -> None:
     """Replace the store of a layer of Transformer Engine."""
     layer.wgrad_store = LayerStore(layer, gradients)
-    # Megatron's subclasses ask for it before they call the layer's own ``backward_dw``.  Nothing else reads it after
-    # models are built; as a flag it is refused, because it wants Megatron's own schedules.
+    # Megatron's subclasses check it before they call the layer's own ``backward_dw``.  No other code reads it after
+    # models are built; as a flag it is refused, because it needs Megatron's own schedules.
     owners: tuple[Any, ...] = layer, getattr(layer, "config", None)
     for owner in owners:
         if hasattr(owner, "delay_wgrad_compute"):
@@ -308,7 +307,7 @@ def _split_layer(layer: Any, gradients: WeightGradients) -> None:
 
 
 def join_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Give layers their own forward, or store, back."""
+    """Restore the layers' own forward or store."""
     for layer in layers:
         vars(layer).pop("_forward_impl", None)
         store = getattr(layer, "wgrad_store", None)
@@ -317,13 +316,13 @@ def join_linear_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 class ZeroBubbleFeature(feature.RuntimeFeature):
-    """BACKWARD_INPUT leaves the weight gradients of linear layers to BACKWARD_WEIGHT."""
+    """Defers the weight gradients of linear layers from BACKWARD_INPUT to BACKWARD_WEIGHT."""
 
     def __init__(self) -> None:
         self._gradients = WeightGradients()
         self._layers: list[torch.nn.Module] = []
-        self._late: dict[torch.nn.Parameter, Any] = {}  # of Transformer Engine's layers, with the hook of each
-        self._hides = False  # whether DDP's hooks are to pass over these
+        self._late: dict[torch.nn.Parameter, Any] = {}  # Transformer Engine's parameters with DDP's hooks
+        self._hides = False  # whether DDP's hooks have to skip these
 
     def handlers(self) -> Mapping[Kind, feature.Handler]:
         return {Kind.BACKWARD_WEIGHT: self._backward_weight}
@@ -335,7 +334,7 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
                 self._late[parameter] = parameter.register_post_accumulate_grad_hook(self._take)
 
     def around_forward(self, forward: feature.ForwardPass, call: feature.Call) -> feature.Around:
-        """See :class:`RuntimeFeature`; all backwards of these schedules come in two halves."""
+        """See :class:`RuntimeFeature`; all backwards of these schedules are split."""
         return contextlib.nullcontext() if call.forward_only else self._gradients.splitting()
 
     def around_backward(
@@ -347,7 +346,7 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
 
     @contextlib.contextmanager
     def _first_half(self, key: Key, model: Any) -> Iterator[None]:
-        """Around a BACKWARD_INPUT: DDP's hooks would take parameters of Transformer Engine's layers for complete."""
+        """Context around a BACKWARD_INPUT, in which DDP's hooks skip parameters of Transformer Engine's layers."""
         with self._gradients.deferring(key):
             if not _overlaps(model):
                 yield
@@ -360,7 +359,7 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
                 model.param_to_bucket_group, self._hides = groups, False
 
     def _take(self, parameter: Any) -> None:
-        """Add what has come with the first half (of norms inside of a layer), as DDP's hooks would do."""
+        """Add a gradient from the first half (of a norm inside a layer), as DDP's hooks would do."""
         if self._hides:
             # A layer that adds to ``main_grad`` itself returns a placeholder.
             if parameter.grad is not None and not parameter.grad_added_to_main_grad:
@@ -372,8 +371,8 @@ class ZeroBubbleFeature(feature.RuntimeFeature):
         if not _overlaps(ddp):
             self._gradients.compute(op.key)
             return
-        # What DDP's hooks do after an ordinary backward: a bucket is reduced as soon as all of its gradients
-        # are there.  It counts gradients per parameter, wherever they come from.
+        # As DDP's hooks do after an ordinary backward: a bucket is reduced as soon as all of its gradients
+        # are complete.  DDP counts gradients per parameter, from any source.
         self._gradients.compute(
             op.key, lambda weight: ddp.param_to_bucket_group[weight].register_grad_ready(weight, ddp.force_all_reduce)
         )

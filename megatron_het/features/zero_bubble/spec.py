@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: the two halves of a backward as operations of their own, and what they cannot go with."""
+"""Zero-bubble schedules: checks of plans whose backward passes are split into two operations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ GENERATORS.update({"v-half": v_half, "zb-h1": zb_h1, "zb-v": zb_v})
 
 
 class ZeroBubble(Feature):
-    """Gradients of inputs go on at once, weight gradients of linear layers fill idle time."""
+    """Gradients of inputs are sent on at once; weight gradients of linear layers fill idle time."""
 
     name = "zero_bubble"
     title = "zero-bubble schedule"
@@ -33,7 +33,7 @@ class ZeroBubble(Feature):
         f"{_LAYERS}.LinearWithGradAccumulationAndAsyncCommunication": "8ef62e685ce853b7",
         f"{_DDP}.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook": "1f17c20f0657a447",
         f"{_DDP}.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready": "5507854f241082b5",
-        # Chunks in a V: which layers a chunk has.
+        # For chunks in a V: upstream code that decides which layers a chunk has.
         f"{_LAYOUT}.get_layer_offset": "ef11549fe60b1799",
         f"{_LAYOUT}.get_num_layers_to_build": "f9ddc61995469597",
         f"{_LAYOUT}.get_layer_id_list": "76494df17d000fe5",
@@ -46,16 +46,16 @@ class ZeroBubble(Feature):
     )
 
     def check_program(self, program: Callable[[], Program], options: NoOptions, args: Any) -> None:
-        """Weight gradients fill idle time, and replicas with other work are idle at other times.
+        """Refuse overlapped reductions whose order differs between replicas, which are idle at different times.
 
-        Where a chunk's gradients are one bucket, its reduction begins with the last of them, in one order on all
-        replicas.  Further buckets may hold nothing but norms and embeddings, whose gradients come earlier.
+        If a chunk's gradients are one bucket, its reduction begins with the last of them, in one order on all
+        replicas.  Further buckets may hold only norms and embeddings, whose gradients are complete earlier.
         """
         if not getattr(args, "untie_embeddings_and_output_weights", True) or _parameters(args) > _bucket_size(args):
             check_reductions_meet(program, args, "this schedule")
 
     def check_plan(self, plan: Plan, options: NoOptions) -> None:
-        """A V needs two chunks of every stage."""
+        """Refuse stages without exactly two chunks for a V schedule, or one chunk otherwise."""
         chunks = sorted({len(stage.layers) for stage in plan.stages})
         wanted = 2 if placement_of(plan.schedule.name) == "v" else 1
         if chunks != [wanted]:
@@ -68,7 +68,7 @@ class ZeroBubble(Feature):
 
 
 def _parameters(args: Any) -> int:
-    """Returns the most parameters of a chunk: all layers whole, and the vocabulary twice."""
+    """Returns an upper bound on a chunk's parameters: all layers, and the vocabulary twice."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     attention = 4 * hidden * max(hidden, heads * (getattr(args, "kv_channels", None) or 0))
     experts = getattr(args, "num_experts", None) or 1
@@ -80,7 +80,7 @@ def _parameters(args: Any) -> int:
 
 
 def _bucket_size(args: Any) -> int:
-    """Megatron's, in elements: it begins another bucket where one has as many."""
+    """Megatron's size of a bucket in elements, at which it begins another one."""
     if getattr(args, "ddp_num_buckets", None):
         return 0
     return getattr(args, "ddp_bucket_size", None) or _BUCKET_SIZE
