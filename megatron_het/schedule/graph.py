@@ -143,22 +143,24 @@ class Graph:
         waits: list[Sequence[int]] = []
         kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
         stateful = deps.Lifetimes.matter(kinds)
-        rows = {kind: (kind.needs.own, kind.fed_by, kind in RECEIVES, rules[kind]) for kind in kinds}
+        rows = {kind: (kind.needs, kind.fed_by, kind in RECEIVES, rules[kind]) for kind in kinds}
+        known: dict[tuple[int, ...], list[int]] = {}  # who makes what all devices of a pass need
         for d, ops in enumerate(self.program.ops):
             state = deps.Lifetimes(self.program, d, kinds) if stateful else None
             steps = {} if state is None else state.steps
             made, delivered = index[d], None if deliveries is None else deliveries[d]
             for i, op in enumerate(ops, self.first[d]):
                 kind, microbatch, piece, chunk, _, _, _, _ = op
-                own, receive, is_receive, rule = rows[kind]
-                maker = None if own is None else made.get((own, microbatch, piece, chunk))
+                needs, receive, is_receive, rule = rows[kind]
+                maker = None if needs.own is None else made.get((needs.own, microbatch, piece, chunk))
                 if is_receive:
                     found = [other_end[i]] if other_end[i] >= 0 else []
                 elif maker is not None:  # a short cut: this is the only dependency
                     found = [maker]
                 else:
-                    found = []
-                    for need in rule(d, op):
+                    found = [*known.get((kind, microbatch, piece), ())] if needs.are_shared else []
+                    wanted = [] if found else rule(d, op)
+                    for need in wanted:
                         source, key = need
                         if source != d and delivered is not None and receive is not None and key[0] in DELIVERED:
                             j = delivered.get((receive, microbatch, piece, chunk))
@@ -168,6 +170,8 @@ class Graph:
                             self.missing.append((i, need))
                         else:
                             found.append(j)
+                    if needs.are_shared and len(found) == len(wanted):
+                        known[kind, microbatch, piece] = [*found]
                     if kind in deps.AFTER_BEGINNING:
                         for source, key in self.deps.begun(d, op):
                             found += self._before(source, index[source].get(key))
@@ -357,7 +361,7 @@ def waits_to_meet(graph: Graph, found: Sequence[Sequence[int]] | None = None) ->
     for nodes in meetings(graph) if found is None else found:
         before = [node - 1 for node in nodes if node > graph.first[graph.device[node]]]
         for node in nodes:
-            waits[node] = [*waits[node], *(other for other in before if other != node - 1)]
+            waits[node] = [*waits[node], *before]
     return waits
 
 
@@ -368,5 +372,5 @@ def waits_to_leave(graph: Graph) -> list[Sequence[int]]:
     for nodes in found:
         for node in nodes:
             if node + 1 < graph.first[graph.device[node] + 1]:
-                waits[node + 1] = [*waits[node + 1], *(other for other in nodes if other != node)]
+                waits[node + 1] = [*waits[node + 1], *nodes]
     return waits

@@ -106,7 +106,7 @@ kinds.add_kinds({
         "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_forward_s))},
     "VOCAB_BACKWARD": _PART | _BACKWARDS | {
         "mnemonic": "VB", "in_last_chunk": True, "needs": kinds.Needs(
-            lambda deps: lambda device, op: _team(LOGITS, deps, op.microbatch, op.slice), begun=_loss),
+            lambda deps: lambda device, op: _team(LOGITS, deps, op.microbatch, op.slice), begun=_loss, are_shared=True),
         "makes": LOGITS_GRADIENT, "effect": kinds.Effect(memory=_use_up_logits),
         "price": kinds.Price(seconds=lambda prices: prices.per_slice_of_device(prices.costs.vocab_backward_s))},
     # This device's part of the word embeddings of a slice; on the first stage: the tokens leave.

@@ -55,6 +55,10 @@ class Group(NamedTuple):
         return self._replace(pool=pools[self.pool], parts=parts)
 
 
+plain_group = functools.cache(Group)
+"""Equal groups as one object, which is made and looked up faster."""
+
+
 class Stage(NamedTuple):
     """Transformer layers and replicas of one pipeline stage."""
 

@@ -396,12 +396,15 @@ class OperatingPoints:
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """Returns the seconds of one transfer over each boundary between the groups of stages."""
         size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        known = self.known_ways.get(size)
-        if known is None:
-            known = self.known_ways[size] = {}
+        known = self.known_ways.setdefault(size, {})
         out: list[Any] = [*map(known.get, zip(stages, stages[1:]))]
         if None in out:
-            out = [self._way_s(stages, i, size, cp) if way is None else way for i, way in enumerate(out)]
+            used: dict[int, int] = {}  # GPUs of earlier stages, by pool
+            for i, way in enumerate(out):
+                if way is None:
+                    out[i] = self._way_s(stages[i], stages[i + 1], used, size, cp)
+                for pool, tp, count, *_ in stages[i]:
+                    used[pool] = used.get(pool, 0) + cp * tp * count
         return out
 
     def around_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> float:
@@ -411,9 +414,8 @@ class OperatingPoints:
         local = {g.pool for g in groups} == {pool} and gpus <= self.cluster.nodes[pool].gpus_per_node
         return max([self.hand_over_s(g, h, size, cp, local) for g in stages[-1] for h in stages[0]])
 
-    def _way_s(self, stages: Sequence[tuple[Group, ...]], i: int, size: float, cp: int) -> float:
-        """Seconds of one transfer over the boundary after stage ``i``."""
-        a, b, way = stages[i], stages[i + 1], (stages[i], stages[i + 1])
+    def _way_s(self, a: tuple[Group, ...], b: tuple[Group, ...], used: dict[int, int], size: float, cp: int) -> float:
+        """Seconds of one transfer from a stage to the next one; ``used``: GPUs of earlier stages, by pool."""
         if any(g.parts for g in (*a, *b)):
             return max([self.hand_over_s(g, h, size, cp, False) for g in a for h in b])
         local: bool | None = None
@@ -421,9 +423,9 @@ class OperatingPoints:
             (pool, tp, count, *_), (_, other_tp, more, *_) = a[0], b[0]
             both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
             if both <= per_node:  # nodes are filled in order
-                before = cp * sum([g.tp * g.count for stage in stages[:i] for g in stage if g.pool == pool])
+                before = used.get(pool, 0)
                 local = before // per_node == (before + both - 1) // per_node
-        known, key = self.known_ways[size], way if local is None else (*way, local)
+        known, key = self.known_ways[size], (a, b) if local is None else (a, b, local)
         if key not in known:
             # stages of the same replicas divide the microbatches alike: nothing goes from one kind to another
             alike = [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]

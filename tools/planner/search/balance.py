@@ -300,9 +300,7 @@ def layer_rooms(
         *(c.micro_batch_size, c.recompute, c.schedule, c.chunks, c.slices, c.zero_stage, c.offload, c.experts_over),
         *(slack, total),
     )
-    known = estimator.known_rooms.get(point)
-    if known is None:
-        known = estimator.known_rooms[point] = {}
+    known = estimator.known_rooms.setdefault(point, {})
     stage = groups, first, last
     if stage not in known:
         load = stage_load(estimator, groups, like, first, last)

@@ -6,7 +6,7 @@ from itertools import chain, permutations
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, choose_depths
 
-from ..costs.candidate import MEETING, Candidate, Group, Stage
+from ..costs.candidate import MEETING, Candidate, Stage, plain_group
 from ..costs.estimate import Estimate, Estimator, allocate
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
@@ -149,7 +149,7 @@ def _close(stages: Stages, before: Stages, known: Groups) -> Groups | None:
         if i < len(before) and (stage is before[i] or stage == before[i]):
             out.append(known[i])
             continue
-        groups = tuple([Group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0])
+        groups = tuple([plain_group(p, t, n) for (p, t), n in sorted(stage.items()) if n > 0])
         if not groups:
             return None
         out.append(groups)

@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 from math import gcd, inf
 from typing import NamedTuple
 
-from ..costs.candidate import Candidate, Group
+from ..costs.candidate import Candidate, Group, plain_group
 from ..costs.estimate import Estimator
 from ..costs.schedules import PLAIN
 from .candidate_cache import CandidateCache, Groups
@@ -171,7 +171,7 @@ class _Cut:
             for k in range(count):
                 until = done + mine // count + (1 if k < mine % count else 0)
                 dealt = [(p, self._units[p] * until // mine - self._units[p] * done // mine) for p in self._blocks[i]]
-                groups = tuple([Group(p, self._tp[p], n) for p, n in dealt if n])
+                groups = tuple([plain_group(p, self._tp[p], n) for p, n in dealt if n])
                 if not groups:
                     return None
                 out.append(groups)
@@ -189,7 +189,7 @@ class _Cut:
         for step in steps:
             k = len(out)
             stage = [(p, each + (1 if k < rest and each < 4 else 0)) for p, each, rest in dealt]
-            groups = tuple([Group(p, self._tp[p], n) for p, n in stage if n])
+            groups = tuple([plain_group(p, self._tp[p], n) for p, n in stage if n])
             if not groups:
                 return None
             out += [groups] * (step - k)
@@ -202,20 +202,12 @@ def tp_choices(estimator: Estimator, subset: tuple[int, ...], point: Candidate, 
     Args:
         mixed: Include the latter, in which a pool of little memory may get a larger TP size than the others.
     """
-    out: list[dict[int, int]] = []
     known = {p: [t for t in TP_SIZES if unit_rate(estimator, p, t, point) > 0] for p in subset}
-    if not all(known.values()):
-        known = {}
-    for level in TP_SIZES:
-        choice = {p: max([t for t in tps if t <= level], default=0) for p, tps in known.items()}
-        if known and all(choice.values()) and choice not in out:
-            out.append(choice)
     held = {p: [(_layers_held(estimator, p, t, point), t) for t in tps] for p, tps in known.items()}
-    for layers in DEPTHS if mixed and len(subset) > 1 else ():
-        choice = {p: next((t for n, t in sizes if n >= layers), 0) for p, sizes in held.items()}
-        if known and all(choice.values()) and choice not in out:
-            out.append(choice)
-    return out
+    found = [{p: max([t for t in tps if t <= level], default=0) for p, tps in known.items()} for level in TP_SIZES]
+    if mixed and len(subset) > 1:
+        found += [{p: next((t for n, t in sizes if n >= layers), 0) for p, sizes in held.items()} for layers in DEPTHS]
+    return [choice for i, choice in enumerate(found) if choice and all(choice.values()) and choice not in found[:i]]
 
 
 def _layers_held(estimator: Estimator, pool: int, tp: int, point: Candidate) -> float:
@@ -299,7 +291,7 @@ def even_seeds(memo: CandidateCache, limits: Limits, count: int) -> Iterator[tup
                     if memo.goal.objective == "cost":
                         guess *= sum([estimator.price[k.pool] * k.tp * n for k, n in zip(kinds, stages)]) * width
                     if guess < memo.to_beat_under(PLAIN.name) and work_s <= slowest_s and guess <= memo.simulated:
-                        groups = [((Group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
+                        groups = [((plain_group(kind.pool, kind.tp, width),),) * n for kind, n in zip(kinds, stages)]
                         found.append((guess, len(found), tuple(chain(*groups)), point))
     best = nsmallest(count, found)
     if memo.best == inf or PLAIN.name not in memo.goal.schedules:  # the fastest ones may need too much memory
