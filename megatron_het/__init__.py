@@ -1,7 +1,7 @@
 """Training large language models on mixed accelerators with Megatron-LM.
 
-A run begins in ``pretrain_gpt.py``; ``runtime/session.py`` is what a rank of a plan builds.  A plan is in
-:mod:`megatron_het.plan`, what a plan's ranks do one after the other in :mod:`megatron_het.schedule`.
+A run begins in ``pretrain_gpt.py``; ``runtime/session.py`` builds a rank of a plan.  Plans are in
+:mod:`megatron_het.plan`, and the order of operations on a plan's ranks in :mod:`megatron_het.schedule`.
 
 The package extends ``megatron-core`` and ``megatron.training`` through their public hooks and a few registered patches
 (:mod:`megatron_het.megatron_patches`).  No module of it is imported here: ``plan`` and ``schedule`` stay usable
@@ -20,7 +20,7 @@ INSTALL = "In a checkout of megatron_het: pip install -e '.[planner]'"
 
 
 def planner_package() -> str:
-    """The name of the planner's package: that of this checkout, or as installed.
+    """The name of the planner's package, in this checkout or as installed.
 
     Raises:
         ImportError: The planner is not installed here.

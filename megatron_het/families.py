@@ -1,6 +1,6 @@
-"""Answers to what a plan and its features ask of the model's class: Megatron's ``GPTModel`` or ``HybridModel``.
+"""Properties of the model's class for plans and features: Megatron's ``GPTModel`` or ``HybridModel``.
 
-Everything that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
+All code that depends on the class is behind :class:`ModelFamily`.  Functions of arguments need no torch.
 """
 
 import abc
@@ -14,38 +14,38 @@ class AttentionLayer(NamedTuple):
     """A layer of a chunk that has keys and values."""
 
     layer: Any  # Megatron's module; its attention is ``self_attention``
-    is_later: bool  # whether it is for multi-token prediction, where one layer may run several times in a pass
+    is_later: bool  # whether it is for multi-token prediction; such a layer may run several times in a pass
 
 
 class RestPerAttention(NamedTuple):
-    """How many dense MLPs and layers of experts there are for every layer with attention."""
+    """Numbers of dense MLPs and of layers of experts per layer with attention."""
 
     dense: float
     experts: float
 
 
 class ModelFamily(abc.ABC):
-    """Says what depends on the class of the model."""
+    """Interface for code that depends on the class of the model."""
 
     model: ClassVar[str]  # name of Megatron's class, for messages
     builder: ClassVar[str]  # dotted name of the builder of several chunks per rank
     window_builder: ClassVar[str]  # dotted name of the builder of chunks for a parameter window
-    # dotted names of upstream code that the family leans on beside what features do, with the hashes of their sources
+    # dotted names of upstream code that the family depends on, with the hashes of their sources
     upstream_names: ClassVar[Mapping[str, str]] = {}
 
     # -- Megatron's arguments -----------------------------------------------------------------------
 
     @abc.abstractmethod
     def complete(self, plan: Plan, args: Any) -> None:
-        """Write into arguments that are not validated yet what Megatron derives from others in its validation.
+        """Set arguments that Megatron derives from others only in its validation.
 
         Raises:
-            PlanError: They contradict themselves, or say of chunks what the plan does not.
+            PlanError: The arguments contradict each other, or have other chunks than the plan.
         """
 
     @abc.abstractmethod
     def pattern(self, args: Any) -> str:
-        """The kinds of the layers, as a plan says them; empty where all layers are of one kind."""
+        """The kinds of the layers in the notation of plans; empty if all layers are of one kind."""
 
     @abc.abstractmethod
     def attention_numbers(self, args: Any) -> tuple[int, ...]:
@@ -53,15 +53,15 @@ class ModelFamily(abc.ABC):
 
     @abc.abstractmethod
     def rest_per_attention(self, args: Any) -> RestPerAttention:
-        """Returns what layers with attention come with; where layers differ, that of most of them."""
+        """Returns the numbers of other layers per layer with attention; the most frequent ones if they differ."""
 
     @abc.abstractmethod
     def write_layout(self, plan: Plan, args: Any) -> None:
-        """Say in the arguments which chunk has which layers."""
+        """Set the arguments that define the layers of each chunk."""
 
     @abc.abstractmethod
     def default_spec(self, args: Any) -> tuple[str, str] | None:
-        """``--spec`` of layers that Megatron has not, for a model without one; None where Megatron has them."""
+        """``--spec`` for layers that Megatron lacks, for a model without one; None if Megatron has them."""
 
     @abc.abstractmethod
     def model_config(self, args: Any) -> Any:
@@ -69,12 +69,12 @@ class ModelFamily(abc.ABC):
 
     @abc.abstractmethod
     def needs_builder(self, chunks: int) -> bool:
-        """Whether Megatron's own builder cannot build the chunks of a rank, where the one with most has so many."""
+        """Whether Megatron's own builder cannot build the model, with at most ``chunks`` chunks per rank."""
 
     # -- model chunks -------------------------------------------------------------------------------
 
     def blocks(self, model: Any) -> list[Any]:
-        """Returns what of a chunk has layers: the decoder, and what predicts later tokens where it does."""
+        """Returns the modules of a chunk that have layers: the decoder, and the block for multi-token prediction."""
         later = getattr(model, "mtp", None)
         return [model.decoder] if later is None else [model.decoder, later]
 
@@ -93,7 +93,7 @@ class ModelFamily(abc.ABC):
 
     @abc.abstractmethod
     def _inner(self, later: Any) -> Sequence[Any]:
-        """The layers that one for multi-token prediction is made of."""
+        """The layers inside a layer for multi-token prediction."""
 
     @abc.abstractmethod
     def _attending(self, layers: Sequence[Any]) -> list[Any]:
@@ -104,29 +104,29 @@ class ModelFamily(abc.ABC):
 
 
 LATENT_SPEC = ("megatron_het.latent_attention", "layer_spec")
-"""``--spec`` of a model with multi-latent attention without Transformer Engine, or without compressed queries."""
+"""``--spec`` for a model with multi-latent attention without Transformer Engine, or without compressed queries."""
 
 
 class GPTFamily(ModelFamily):
-    """Layers are numbered alike everywhere, and Megatron's layout says which chunk has which."""
+    """Models whose layers all have attention; Megatron's layout string defines the layers of each chunk."""
 
     model = "GPTModel"
     builder = "megatron_het.runtime.building.ChunkedGPTModelBuilder"
     window_builder = "megatron_het.features.window.shards.WindowGPTModelBuilder"
 
     def complete(self, plan: Plan, args: Any) -> None:
-        """Everything is there."""
+        """Does nothing: no argument is missing."""
 
     def pattern(self, args: Any) -> str:
-        """Layers are attention and what follows it."""
+        """Returns an empty pattern: every layer is attention and an MLP or experts."""
         return ""
 
     def attention_numbers(self, args: Any) -> tuple[int, ...]:
-        """All of them."""
+        """Returns the numbers of all layers."""
         return tuple(range(1, args.num_layers + 1))
 
     def rest_per_attention(self, args: Any) -> RestPerAttention:
-        """One of them in every layer; a few dense layers of a model of experts do not count."""
+        """Returns one of both per layer; a few dense layers of a model of experts do not count."""
         has_experts = bool(getattr(args, "num_experts", None))
         return RestPerAttention(int(not has_experts), int(has_experts))
 
@@ -135,7 +135,7 @@ class GPTFamily(ModelFamily):
         args.pipeline_model_parallel_layout = pipeline_layout(plan)
 
     def default_spec(self, args: Any) -> tuple[str, str] | None:
-        """Latent attention, which Megatron has with Transformer Engine and compressed queries only."""
+        """Returns the spec of latent attention without Transformer Engine or compressed queries, else None."""
         is_ours = args.transformer_impl == "local" or getattr(args, "q_lora_rank", None) is None
         return LATENT_SPEC if getattr(args, "multi_latent_attention", False) and is_ours else None
 
@@ -145,7 +145,7 @@ class GPTFamily(ModelFamily):
         return gpt_config_from_args(args)
 
     def needs_builder(self, chunks: int) -> bool:
-        """Megatron builds one chunk as it is."""
+        """Whether there are several chunks; Megatron can build one."""
         return chunks > 1
 
     def _inner(self, later: Any) -> Sequence[Any]:
@@ -161,7 +161,7 @@ GPT = GPTFamily()
 def pipeline_layout(plan: Plan) -> str:
     """The plan's layers as Megatron's ``--pipeline-model-parallel-layout`` string, e.g. ``Ettt|tL``.
 
-    Layers for multi-token prediction come last: ``tmL``.  Nothing stands where a stage has fewer chunks than others.
+    Layers for multi-token prediction are last: ``tmL``.  A chunk that a stage lacks is empty.
     """
     parts = ["t" * count for count in layers_by_number(plan)]
     parts[0] = "E" + parts[0]
@@ -170,14 +170,14 @@ def pipeline_layout(plan: Plan) -> str:
 
 
 def layers_by_number(plan: Plan) -> list[int]:
-    """Layers of every chunk in Megatron's order; 0 where a stage has fewer chunks than others."""
+    """Number of layers of every chunk in Megatron's order; 0 for chunks that a stage lacks."""
     found = [0] * (plan.most_chunks * len(plan.stages))
     for (stage, chunk), number in Placement(plan).numbers.items():
         found[number] = plan.stages[stage].layers[chunk]
     return found
 
 
-# Megatron's ``HybridModel``: every layer is of one kind, which its symbol in a pattern says.
+# Megatron's ``HybridModel``: every layer is of one kind, given by its symbol in a pattern.
 
 
 LOCAL_SPEC = ("megatron_het.hybrid_layers", "local_stack_spec")
@@ -188,7 +188,7 @@ _FLAG = "--hybrid-layer-pattern"
 
 
 class HybridFamily(ModelFamily):
-    """The pattern says the layers, and where the chunks begin."""
+    """Models whose pattern defines the layers and the boundaries of chunks."""
 
     model = "HybridModel"
     builder = "megatron_het.runtime.building.ChunkedHybridModelBuilder"
@@ -196,12 +196,12 @@ class HybridFamily(ModelFamily):
     upstream_names: ClassVar[Mapping[str, str]] = {
         f"{_MODELS}.hybrid_model.HybridModel.forward": "195ddb83d0a514f4",
         f"{_MODELS}.hybrid_block.HybridStack.forward": "87d56215a97047fb",
-        # What is built in its place without Transformer Engine.
+        # Upstream code that is replaced without Transformer Engine.
         f"{_MODELS}.hybrid_block.HybridStack.__init__": "02b6574bc59d5b37",
         f"{_MODELS}.hybrid_layer_allocation.select_pipeline_segment": "ad4ba1fba1b8a5b6",
         f"{_MODELS}.hybrid_layer_allocation.parse_hybrid_pattern": "2a9bbee6b1914910",
         "megatron.training.models.hybrid.HybridModelBuilder.build_distributed_models": "d135f82f521103d9",
-        # What recurrent layers over slices compute in their place.
+        # Upstream code that recurrent layers over slices replace.
         f"{_STATES}.gated_delta_net.gdn.GatedDeltaNet.forward": "53343d60909c2072",
         f"{_STATES}.gated_delta_net.common._GDNBase._gated_norm_and_a2a": "85c3dfb6987a8d95",
         f"{_STATES}.mamba_mixer.MambaMixer.forward": "1bc195f63bbb803f",
@@ -209,7 +209,7 @@ class HybridFamily(ModelFamily):
     }
 
     def complete(self, plan: Plan, args: Any) -> None:
-        """The pattern decides over the number of layers, those for multi-token prediction, and latent attention."""
+        """Sets the number of layers, those for multi-token prediction, and latent attention from the pattern."""
         given: str = args.hybrid_layer_pattern
         problem = schema.problem_of(given)
         if problem:
@@ -227,13 +227,13 @@ class HybridFamily(ModelFamily):
                     "Use --transformer-impl transformer_engine, or give layers of your own with --spec",
                 )
         _check_recurrent(plan, given, args)
-        args.hybrid_layer_pattern = schema.without_chunks(given)  # where chunks begin, the plan says
+        args.hybrid_layer_pattern = schema.without_chunks(given)  # the plan defines the chunks
         vars(args).update({name: count or None for name, count in schema.sizes_of(given).items()})
         if schema.LATENT_ATTENTION in given or schema.SPARSE_ATTENTION in given:
             args.multi_latent_attention = True
 
     def pattern(self, args: Any) -> str:
-        """Without boundaries of chunks."""
+        """Returns the pattern without boundaries of chunks."""
         found: str = schema.without_chunks(args.hybrid_layer_pattern)
         return found
 
@@ -246,7 +246,7 @@ class HybridFamily(ModelFamily):
         )
 
     def rest_per_attention(self, args: Any) -> RestPerAttention:
-        """Counted in the pattern."""
+        """Returns the numbers counted in the pattern."""
         layers = schema.layers_of(args.hybrid_layer_pattern)
         attention = max(1, sum(layers.count(kind) for kind in schema.WITH_ATTENTION))
         return RestPerAttention(layers.count(schema.MLP) / attention, layers.count(schema.EXPERTS) / attention)
@@ -256,7 +256,7 @@ class HybridFamily(ModelFamily):
         args.hybrid_layer_pattern = schema.with_chunks(args.hybrid_layer_pattern, layers_by_number(plan))
 
     def default_spec(self, args: Any) -> tuple[str, str] | None:
-        """Megatron has layers of Transformer Engine only."""
+        """Returns the spec of local layers without Transformer Engine, which Megatron lacks."""
         return LOCAL_SPEC if args.transformer_impl == "local" else None
 
     def model_config(self, args: Any) -> Any:
@@ -265,11 +265,11 @@ class HybridFamily(ModelFamily):
         return hybrid_config_from_args(args)
 
     def needs_builder(self, chunks: int) -> bool:
-        """A chunk finds its layers in the pattern by the rank that torch says."""
+        """Returns True: a chunk finds its layers in the pattern by torch's rank in the pipeline group."""
         return True
 
     def recurrent_layers(self, model: Any) -> list[Any]:
-        """Returns what layers with such a symbol compute with, those for multi-token prediction last."""
+        """Returns the mixers of recurrent layers, those for multi-token prediction last."""
         decoder, *others = self.blocks(model)
         later = [layer for block in others for each in block.layers for layer in self._inner(each.mtp_model_layer)]
         found = [getattr(layer, "mixer", getattr(layer, "self_attention", None)) for layer in (*decoder.layers, *later)]
@@ -300,7 +300,7 @@ def _check_recurrent(plan: Plan, pattern: str, args: Any) -> None:
     }
     for name in (name for symbol, names in counted.items() if symbol in pattern for name in names):
         count = getattr(args, name, None)
-        if name == "mamba_num_heads" and count is None:  # as Megatron derives them
+        if name == "mamba_num_heads" and count is None:  # derived as in Megatron
             count = 2 * args.hidden_size // args.mamba_head_dim
         for tp in sorted(sizes):
             if count and count % tp:
@@ -330,5 +330,5 @@ def family_of_config(config: object) -> ModelFamily:
 
 
 def family_of_model(model: object) -> ModelFamily:
-    """The family of a model chunk that is not wrapped."""
+    """The family of a model chunk without wrappers."""
     return HYBRID if hasattr(model, "hybrid_layer_pattern") else GPT

@@ -1,6 +1,6 @@
 """Training of GPT and hybrid models by Megatron's flags: batches, loss, datasets and the call of ``pretrain``.
 
-``python -m megatron_het.gpt_training`` trains with a plan or without, and knows none of the optional packages;
+``python -m megatron_het.gpt_training`` trains with a plan or without, and imports no optional package;
 :mod:`megatron_het.pretrain_gpt` is the program for users.
 """
 
@@ -128,12 +128,12 @@ def packed_sequence_params(batch: dict[str, Any]) -> Any:
 def token_loss(
     loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of a microbatch's token losses, how many tokens count, and the pair of both for logging.
+    """Sum of a microbatch's token losses, number of counted tokens, and the pair of both for logging.
 
     Args:
         loss_mask: 1 for tokens that count, ``[b, s]``.
         output: Token losses, ``[b, s]``.
-        model: The model, for losses that look inside.
+        model: The model, for losses that read its internals.
     """
     from megatron.training import get_args
 
@@ -167,7 +167,7 @@ def _distillation_loss(args: Any, loss_mask: torch.Tensor, output: torch.Tensor,
 
 
 def _watch_loss(args: Any, loss: torch.Tensor) -> None:
-    """Let Megatron's rerun machine look for NaN, Inf and spikes, as the flags ask for."""
+    """Have Megatron's rerun machine check for NaN, Inf and spikes, as set by the flags."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     machine = get_rerun_state_machine()
@@ -181,7 +181,7 @@ def _watch_loss(args: Any, loss: torch.Tensor) -> None:
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
-    """One forward of a microbatch, as Megatron's schedules call it: its output, and what makes the loss of that."""
+    """Runs one forward of a microbatch for Megatron's schedules; returns its output and the function of its loss."""
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_args, get_timers
 
@@ -257,7 +257,7 @@ def datasets_provider(train_val_test_num_samples: Sequence[int | None], vp_stage
     """Train, validation and test datasets on the ranks that read data.
 
     Args:
-        train_val_test_num_samples: Samples that each split must offer.
+        train_val_test_num_samples: Number of samples for each split.
         vp_stage: Model chunk of this rank, with several of them.
     """
     from megatron.core import mpu
@@ -304,7 +304,7 @@ def main(boundary: Any = None, install: Callable[..., Any] = hooks.install) -> N
     """Parse the command line and train.
 
     Args:
-        boundary: What happens between iterations of a run with a plan (``runtime/training.py``).
+        boundary: Hooks between iterations of a run with a plan (``runtime/training.py``).
         install: Reads the ``--het-*`` flags and prepares the process.
     """
     from megatron_het import device as platform
@@ -320,7 +320,7 @@ def main(boundary: Any = None, install: Callable[..., Any] = hooks.install) -> N
 
     set_startup_timestamps(program_start=_PROGRAM_START_S, main_entry=main_entry_s)
     wrapped_pretrain, store = pretrain, None
-    if boundary is None:  # else the process outlives this call by other means
+    if boundary is None:  # else the caller decides how the process ends
         wrapped_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     container = pretrain_cfg_container_from_args(args, family_of(args).model_config(args))

@@ -1,7 +1,7 @@
 """Layers of hybrid models without Transformer Engine: ``--spec megatron_het.hybrid_layers local_stack_spec``.
 
-Megatron's own are of Transformer Engine.  These are the parts of Megatron's local GPT layers, one at a time.  Plans ask
-for them by themselves; the flag is for stock Megatron.
+Megatron's own need Transformer Engine.  These are the parts of Megatron's local GPT layers as separate layers.  Plans
+select them automatically; the flag is for stock Megatron.
 """
 
 from dataclasses import replace
@@ -34,17 +34,17 @@ from megatron_het.plan.schema import GATED_DELTA_NET, KINDS, MAMBA, SPARSE_ATTEN
 
 _LOCAL = LocalSpecProvider()
 _OWN_LAYERS = {MAMBA: "mamba_layer", GATED_DELTA_NET: "gdn_layer", SPARSE_ATTENTION: "dsa_layer"}
-"""Layers that a specification without Transformer Engine has only where somebody wrote them."""
+"""Kinds of layers that a specification without Transformer Engine may lack."""
 
 
 def norm(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
-    """The norm that Megatron's local layers have for a configuration."""
+    """The norm of Megatron's local layers for a configuration."""
     kind: Any = _LOCAL.layer_norm(rms_norm=config.normalization == "RMSNorm")
     return kind(config=config, hidden_size=hidden_size, eps=eps)
 
 
 class LocalSelfAttention(SelfAttention):
-    """Megatron's attention, whose norms of queries and keys are local ones where the configuration asks for them."""
+    """Megatron's attention, with local norms of queries and keys if the configuration has such norms."""
 
     def __init__(self, config: Any, submodules: SelfAttentionSubmodules, *positional: Any, **keywords: Any) -> None:
         if config.qk_layernorm:
@@ -53,7 +53,7 @@ class LocalSelfAttention(SelfAttention):
 
 
 class LocalLatentAttention(LatentAttention):
-    """Latent attention, whose norms are local ones where the configuration asks for them."""
+    """Latent attention, with local norms if the configuration has norms."""
 
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, *positional: Any, **keywords: Any) -> None:
         if config.qk_layernorm:
@@ -62,7 +62,7 @@ class LocalLatentAttention(LatentAttention):
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack with a local norm at its end, which its specification cannot say."""
+    """Megatron's stack with a local norm at its end, which its specification cannot set."""
 
     def __init__(
         self, config: Any, submodules: HybridStackSubmodules, *, post_layer_norm: bool = True, **keywords: Any
@@ -122,7 +122,7 @@ local_stack_spec = ModuleSpec(
             )
         ),
         mlp_layer=_rest(MLPLayer, get_mlp_module_spec_for_backend(backend=_LOCAL)),
-        # Any number of experts: how many there are, the configuration says.
+        # For any number of experts, which the configuration sets.
         moe_layer=_rest(MoETransformerLayer, get_mlp_module_spec_for_backend(backend=_LOCAL, num_experts=1)),
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,

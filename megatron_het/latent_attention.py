@@ -4,10 +4,10 @@ It is for models without Transformer Engine, and for those whose queries are not
 Moonlight).  Without compressed queries, ``--qk-layernorm`` ends in an error in Megatron's local layers, and gives
 queries a norm of their own in those of Transformer Engine, which these models do not have.
 
-Megatron's own attention computes it, once it is told that values are of another width than keys.  Under tensor
-parallelism Megatron's local layers forget to sum the gradient of the keys' rotary part over the ranks, whose heads all
-use it; here it is summed.  Without sequence parallelism Megatron sums the gradient of the queries' norm, which every
-rank has whole; here each has its part.  Plans ask for these layers by themselves; the flag is for stock Megatron.
+Megatron's own attention computes it, after the width of values is set apart from that of keys.  Under tensor
+parallelism Megatron's local layers do not sum the gradient of the keys' rotary part over the ranks, whose heads all
+use it; here it is summed.  Without sequence parallelism Megatron sums the gradient of the queries' norm, although every
+rank has all of it; here each has its part.  Plans select these layers automatically; the flag is for stock Megatron.
 """
 
 from typing import Any
@@ -30,9 +30,9 @@ class LatentCoreAttention(DotProductAttention):
     """Megatron's attention with a width of values.
 
     Args:
-        k_channels: Width of a head's queries and keys; the caller gives the scale that goes with it.
-        v_channels: Width of a head's values.  Without both it is the base class.
-        **options: As of the base class.
+        k_channels: Width of a head's queries and keys; the caller passes the scale for it.
+        v_channels: Width of a head's values.  Without both widths it behaves like the base class.
+        **options: Options of the base class.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         ranks = self.tp_group.size()
-        # Megatron finds this norm by its name, and adds up what TP ranks have as for the norm of every head.
+        # Megatron finds this norm by its name, and sums its gradient over TP ranks as for a norm of every head.
         if self.config.qk_layernorm and ranks > 1 and not self.config.sequence_parallel:
             scaled = _ScaledGradient.apply
             self.q_layernorm.register_forward_pre_hook(lambda _, args: (scaled(args[0], float(ranks)), *args[1:]))
@@ -62,7 +62,7 @@ class LatentAttention(MLASelfAttention):
         if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
             return super()._resolve_qk_norm_config(submodules)
         resolver = QKNormConfigResolver(self.config, submodules)
-        resolver.has_q_lora = True  # keys and values are normed as beside compressed queries
+        resolver.has_q_lora = True  # keys and values get norms as with compressed queries
         found: dict[str, Any] = dict(resolver.resolve())
         queries = submodules.linear_q_proj or resolver.linear_impl
         return found | {"linear_q_proj": queries, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
@@ -70,7 +70,7 @@ class LatentAttention(MLASelfAttention):
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed queries, and compressed keys and values with the keys' rotary part, whole in the last dimension.
 
-        What Megatron's caller gets is as a layer that every rank has whole would give it: [s, b, ...], or a part of s
+        The results have the form of a layer without tensor parallelism: [s, b, ...], or a part of s
         under sequence parallelism, whose gather sums gradients over the ranks.
         """
         queries, keys = super()._qkv_down_projection(hidden_states)
@@ -87,7 +87,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Passes a tensor on, and its gradient times a factor."""
+    """Identity whose backward multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -100,7 +100,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's layers for a model of latent attention, with this module's where they would have Megatron's own.
+    """Megatron's layers for a model with multi-latent attention, with this module's attention.
 
     Args:
         config: Megatron's ``GPTModelConfig``.
@@ -114,7 +114,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def without_transformer_engine(spec: Any) -> Any:
-    """Megatron's layers, of which the local ones get this module's attention."""
+    """Megatron's layers, in which local ones have this module's attention."""
     for attention in _attentions(spec):
         if attention.submodules.core_attention is DotProductAttention:
             attention.submodules.core_attention = LatentCoreAttention

@@ -1,4 +1,4 @@
-"""Measurements of a run: when each operation ran on this rank; times, losses and memory as a report.
+"""Measurements of a run: times of each operation on this rank; times, losses and memory as a report.
 
 The report is printed beside the plan's prediction, and written as JSON.
 """
@@ -28,7 +28,7 @@ from megatron_het.schedule.memory import trace_event, trace_name
 # so compute operations are bracketed by events, and only while ``device_events`` is on.
 
 
-# When the two ends of every transfer were posted, and when what was waited for had come.
+# Times at which the two ends of every transfer were posted, and at which waits for data ended.
 #
 # On the CPU, and where tensors are staged through the host, marks are times of the host's clock.  Over NCCL they are
 # events on the stream that computes.
@@ -47,9 +47,9 @@ class Departure:
 
 @dataclass(slots=True)
 class Arrival:
-    """A receive: when it was posted, when somebody began to wait for it, and when the waiting ended.
+    """A receive: the times when it was posted, when the wait for it began, and when the wait ended.
 
-    The last two are None until then.  A receive that had come before anybody waited has no known end: the two marks
+    The last two are None until then.  The end of a transfer that completed before the wait is not known: both marks
     are nearly equal.
     """
 
@@ -68,17 +68,17 @@ class TransferLog:
     arrivals: list[Arrival] = field(default_factory=list)
 
     def sent(self, peer: int) -> None:
-        """A send has been posted."""
+        """Log a posted send."""
         self.departures.append(Departure(peer, self.now()))
 
     def receiving(self, peer: int) -> Arrival:
-        """A receive has been posted."""
+        """Log a posted receive."""
         arrival = Arrival(peer, self.now())
         self.arrivals.append(arrival)
         return arrival
 
     def take(self) -> tuple[list[Departure], list[Arrival]]:
-        """Returns what has been logged; the log is empty then."""
+        """Returns the logged transfers and empties the log."""
         taken = self.departures, self.arrivals
         self.departures, self.arrivals = [], []
         return taken
@@ -122,7 +122,7 @@ class _Timed:
 
 @dataclass
 class Past:
-    """Holds what is left of an iteration that has ended."""
+    """Records of an iteration that has ended."""
 
     records: list[Record]  # its operations
     origin_s: float  # the host's clock at its start
@@ -133,7 +133,7 @@ class Past:
     origin: torch.cuda.Event | None = None
 
     def resolve(self) -> bool:
-        """Take the device's times, if the device is done, without waiting; whether all are there."""
+        """Read the device's times without waiting; returns whether all of them are available."""
         if self.origin is None:
             return True
         marks: list[Mark] = [end for one in self.timed for end in one.around]
@@ -169,7 +169,7 @@ class Timeline:
         device_events: Bracket compute with CUDA events (used for traces, reports and the watch).
         synchronises: Whether :meth:`finish` waits for the device, for the times of the iteration that just ended.
         keeps_last: Whether :attr:`last` is kept.
-        transfers: Where the pipeline's transfers are logged; None for nowhere.
+        transfers: Log of the pipeline's transfers; None for none.
     """
 
     on_cuda: bool = False
@@ -186,7 +186,7 @@ class Timeline:
     _origin_event: torch.cuda.Event | None = None
 
     def start(self) -> None:
-        """Forget the last iteration, or put it aside, and set time zero."""
+        """Drop the last iteration, or store it as :attr:`last`, and set time zero."""
         if self.keeps_last:
             departures, arrivals = self.transfers.take() if self.transfers is not None else ([], [])
             self.last = Past(self.records, self._origin, departures, arrivals, self._timed, self._origin_event)
@@ -212,7 +212,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time inside counts as waiting, not as work."""
+        """Context whose time counts as waiting, not as work."""
         timed = self.on_cuda and self.device_events
         begin = event() if timed else None
         start = time.perf_counter()
@@ -237,7 +237,7 @@ class Timeline:
 
 
 def event() -> torch.cuda.Event:
-    """An event that has been recorded on the current stream."""
+    """Returns an event that is recorded on the current stream."""
     made = torch.cuda.Event(enable_timing=True)
     made.record()
     return made
@@ -264,7 +264,7 @@ def trace_events(records: Iterable[Record], rank: int, title: str) -> list[dict[
 
 
 _METERED_ITERATION = 1  # peak memory is metered in the second iteration of a run
-MOST_KEPT = 10_000  # iterations, losses and validation losses that a report has: the newest ones
+MOST_KEPT = 10_000  # largest number of iterations, losses and validation losses in a report: the newest ones
 _WRITTEN_EVERY_S, _MOST_WRITING = 30.0, 0.01  # and never more than this share of the time
 
 
@@ -287,10 +287,10 @@ class Measurement:
 
 
 class RunReport:
-    """Collects the measurements of one rank.
+    """Collects the measurements of one rank, without communication.
 
-    Nothing here communicates.  Losses are read from the device only when a report is asked for,
-    because reading synchronises.  A report is written while the run goes on, so that a run that is killed leaves one.
+    Losses are read from the device only when a report is requested,
+    because reading synchronises.  A report is also written during the run, so that a run that is killed has one.
     """
 
     def __init__(
@@ -359,11 +359,11 @@ class RunReport:
         self._write_at_times()
 
     def forget_after(self, iteration: int) -> None:
-        """Drop the losses of iterations after one, as Megatron numbers them, which were not ended."""
+        """Drop the losses of later iterations, in Megatron's numbering, which were not completed."""
         self._losses = deque((entry for entry in self._losses if entry[0] <= iteration), maxlen=MOST_KEPT)
 
     def _write_at_times(self) -> None:
-        """Write what there is so far; a disk that is full now may have space later."""
+        """Write the report so far from time to time; errors are ignored, because a full disk may have space later."""
         start_s = time.monotonic()
         if start_s >= self._next_write_s:
             with contextlib.suppress(OSError):
@@ -387,7 +387,7 @@ class RunReport:
 
     def add_state_memory(self, models: list[torch.nn.Module], optimizer: Any) -> None:
         """Bytes of parameters, gradients and optimizer state that live between iterations."""
-        # Of a wrapped model ``buffers`` is the list of them; without training models are not wrapped.
+        # ``buffers`` of a DDP-wrapped model is a list; without training models are not wrapped.
         found = [getattr(m, "buffers", None) for m in models]
         owned: list[Any] = [b for buffers in found if isinstance(buffers, list) for b in buffers]
         buffers = [b for b in owned if hasattr(b, "grad_data")]
@@ -404,14 +404,14 @@ class RunReport:
         self._figures.update(figures)
 
     def prediction(self) -> RankPrediction | None:
-        """Returns what the plan predicts for this rank."""
+        """Returns the plan's prediction for this rank."""
         predicted = self._plan.predicted
         if predicted is None:
             return None
         return next((r for r in predicted.per_rank if r.rank == self._rank), None)
 
     def opening(self) -> str:
-        """One line about what runs and what is expected."""
+        """One line about the run and its prediction."""
         predicted = self._plan.predicted
         text = (
             f"het: plan {self._head['plan_hash']}: {len(self._plan.stages)} stages, "
@@ -445,7 +445,7 @@ class RunReport:
         return text
 
     def write(self, *, ended: bool = True) -> Path | None:
-        """Write ``rank-<rank>.json``, of a run that has ended or goes on; None when no report was asked for."""
+        """Write ``rank-<rank>.json`` of a run that has ended or goes on; None if no report was requested."""
         path = self._config.report_file(self._rank)
         if path is None:
             return None
@@ -459,7 +459,7 @@ class RunReport:
             "memory": self._memory,
             **self._figures,
         }
-        text = json.dumps(body, indent=1)  # a loss may be NaN: the report says so
+        text = json.dumps(body, indent=1)  # a loss may be NaN, which the report keeps
         write_text(path, text, durable=False)  # the next session of an elastic job waits for this one's report
         return path
 

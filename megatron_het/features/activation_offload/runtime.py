@@ -1,4 +1,4 @@
-"""Activations that wait on the host as a feature of a rank."""
+"""Activation offload as a feature of a rank."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from megatron_het.runtime import feature
 from megatron_het.runtime.executor import copies_of
 from megatron_het.schedule.ir import Kind
 
-# Activations that wait on the host between their forward and their backward (SlimPipe, section 6.5).
+# Activations on the host between their forward and their backward (SlimPipe, section 6.5).
 #
-# What the layers of a FORWARD save for its backward is seen by autograd's saved-tensor hooks.  At
-# ACT_OFFLOAD the given share of it, counted in bytes, is copied to the host, beginning with what was
-# saved first, which the backward needs last; at ACT_FETCH, ahead of the BACKWARD, it comes back.  On
-# CUDA both directions have a stream of their own.  Parameters, keys and values (the cache's), and what
-# is smaller than a few KiB stay.  When the operations come is the Program's business.
+# Autograd's saved-tensor hooks see the tensors that the layers of a FORWARD save for its backward.  At
+# ACT_OFFLOAD a given share of their bytes is copied to the host, beginning with the tensors that were
+# saved first, which the backward needs last.  At ACT_FETCH, ahead of the BACKWARD, they are copied back.  On
+# CUDA both directions have a stream of their own.  Parameters, cached keys and values, and tensors
+# smaller than a few KiB stay on the device.  The program decides when the operations run.
 
 _SMALLEST_BYTES = 4096
 
@@ -28,8 +28,8 @@ _SMALLEST_BYTES = 4096
 class _Block:
     """One storage that a forward saved, however many tensors share it.
 
-    ``in_place``: somebody else holds the storage too (the input of a FORWARD, to which its gradient
-    belongs), so it is emptied and filled again instead of being dropped.
+    ``in_place``: the storage has another holder, too (the input of a FORWARD, which gets a gradient),
+    so it is resized to zero and filled again instead of being freed.
     """
 
     storage: torch.UntypedStorage | None
@@ -52,17 +52,17 @@ class _Saved:
 
 @dataclass(slots=True)
 class _Forward:
-    """Holds what one FORWARD saved, in the order in which it did; keyed by storage while it runs."""
+    """The blocks that one FORWARD saved, in order; keyed by storage while it runs."""
 
     blocks: list[_Block] = field(default_factory=list)
     known: dict[int, _Block] = field(default_factory=dict)
 
 
 class ActivationOffload(feature.RuntimeFeature):
-    """Moves what training's forwards save between device and host; evaluation saves nothing.
+    """Moves the saved tensors of training's forwards between device and host; evaluation saves none.
 
     Args:
-        ratio: Share of the bytes of each offloaded FORWARD that leave, above 0 and at most 1.
+        ratio: Share of the bytes of each offloaded FORWARD to move, above 0 and at most 1.
     """
 
     def __init__(self, ratio: float, platform: Platform) -> None:
@@ -99,20 +99,20 @@ class ActivationOffload(feature.RuntimeFeature):
             self.check_empty()
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
-        """The most that activations took on the host so far."""
+        """Returns the peak of activations' bytes on the host."""
         return {"host_memory": {"activation_peak_bytes": self.pool.peak_bytes}}
 
     def start(self, models: Sequence[torch.nn.Module]) -> None:
-        """Start an iteration: note the storages of parameters, which never leave.
+        """Start an iteration: note the storages of parameters, which are never offloaded.
 
-        A parameter window empties and fills them again, but they stay the same storages.
+        A parameter window resizes them, but they stay the same storages.
         """
         self._models = tuple(models)
         self._staying = {p.untyped_storage()._cdata for model in models for p in model.parameters()}
 
     @contextlib.contextmanager
     def saving(self, op: RankOp, source: torch.Tensor | None) -> Iterator[None]:
-        """Around a FORWARD with an input (None on the first stage): sees what it saves."""
+        """Context around a FORWARD that records its saved tensors; ``source`` is its input, None on the first stage."""
         forward = self._forwards[op.key] = _Forward()
         if source is not None:
             self._add_source(op, source, forward)
@@ -125,9 +125,9 @@ class ActivationOffload(feature.RuntimeFeature):
         forward.known.clear()
 
     def release(self, op: RankOp) -> None:
-        """Before a BACKWARD: let go of what its FORWARD saved.
+        """Before a BACKWARD: drop the references to its FORWARD's saved tensors.
 
-        From here on only autograd's graph holds it, and frees it layer by layer.
+        From here on only autograd's graph holds them, and frees them layer by layer.
         """
         blocks = self._forwards.pop(op.key).blocks
         if any(block.host is not None for block in blocks):
@@ -135,13 +135,13 @@ class ActivationOffload(feature.RuntimeFeature):
         blocks.clear()  # the graph's hooks hold the list
 
     def check_empty(self) -> None:
-        """The iteration is over, and nothing of it is left."""
+        """Raise if saved tensors are left at the end of an iteration."""
         self._reclaim(wait=True)
         if self._forwards or self.pool.used_bytes:
             raise RuntimeError(f"activations left at the end of the step: {sorted(self._forwards)}")
 
     def close(self) -> None:
-        """Let go of everything, the host's memory included."""
+        """Free all memory, including the host's."""
         self._reclaim(wait=True)
         self._forwards.clear()
         self._models, self._staying = (), set()
@@ -150,7 +150,7 @@ class ActivationOffload(feature.RuntimeFeature):
     # -- saved tensors ---------------------------------------------------------------------------
 
     def _add_source(self, op: RankOp, source: torch.Tensor, forward: _Forward) -> None:
-        """The input is first: it is the boundary that a recomputing backward starts from."""
+        """Add the input as the first block: a backward with recomputation starts from it."""
         storage = source.untyped_storage()
         if storage.nbytes() < _SMALLEST_BYTES:
             return
@@ -159,18 +159,18 @@ class ActivationOffload(feature.RuntimeFeature):
         if before is not None and any(
             b.storage is not None and b.storage._cdata == storage._cdata for b in before.blocks
         ):
-            return  # handed over on this device, and the chunk before has saved it too
+            return  # a handover on this device: the chunk before has saved it, too
         forward.blocks.append(_Block(storage, source.device, in_place=True))
         forward.known[storage._cdata] = forward.blocks[0]
 
     def _pack(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor | _Saved:
         storage = tensor.untyped_storage()
-        # A quantised weight of Transformer Engine has no memory of its own, but that of the layer's copy.
+        # A quantised weight of Transformer Engine has no storage of its own, but the layer's copy has.
         stays = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "update_usage")
         stays = stays or storage._cdata in self._staying
         if stays or storage.nbytes() < _SMALLEST_BYTES or tensor.layout != torch.strided:
             return tensor
-        # Storages that were seen are alive, held by their blocks, so an address names one of them.
+        # Recorded storages are kept alive by their blocks, so addresses are unique.
         block = forward.known.get(storage._cdata)
         if block is None:
             block = forward.known[storage._cdata] = _Block(storage, tensor.device)
@@ -200,15 +200,15 @@ class ActivationOffload(feature.RuntimeFeature):
             self._to_host.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._to_host):
                 block.host.copy_(source, non_blocking=True)
-            source.record_stream(self._to_host)  # the allocator gives the memory away only after the copy
+            source.record_stream(self._to_host)  # the allocator reuses the memory only after the copy
         if block.in_place:
             storage.resize_(0)
-            _bytes(storage, block.device)  # an operator, by which memory meters see the change
+            _bytes(storage, block.device)  # an operator, so that memory meters see the change
         else:
             block.storage = None
 
     def fetch(self, op: RankOp) -> None:
-        """ACT_FETCH: bring back what a forward has on the host."""
+        """ACT_FETCH: copy a forward's tensors on the host back to the device."""
         self._reclaim(wait=False)
         for block in self._forwards[op.key].blocks:
             if block.host is None:
@@ -219,7 +219,7 @@ class ActivationOffload(feature.RuntimeFeature):
                 self.pool.give_back(block.host)
             else:
                 self._to_device.wait_stream(self._to_host)
-                self._to_device.wait_stream(torch.cuda.current_stream())  # who had the memory before
+                self._to_device.wait_stream(torch.cuda.current_stream())  # earlier users of the memory
                 with torch.cuda.stream(self._to_device):
                     target.copy_(block.host, non_blocking=True)
                 target.record_stream(self._to_device)
@@ -229,7 +229,7 @@ class ActivationOffload(feature.RuntimeFeature):
             block.host = None
 
     def _room(self, block: _Block, size: int) -> torch.Tensor:
-        """Memory on the device for a block that comes back."""
+        """Allocates memory on the device for a block that is fetched."""
         if block.in_place:
             assert block.storage is not None
             block.storage.resize_(size)
@@ -239,7 +239,7 @@ class ActivationOffload(feature.RuntimeFeature):
         return target
 
     def _reclaim(self, *, wait: bool) -> None:
-        """Take back the host's blocks that copies have finished with (CUDA)."""
+        """Return host blocks whose copies have finished to the pool (CUDA)."""
         while self._returning and (wait or self._returning[0][0].query()):
             event, host = self._returning.pop(0)
             event.synchronize()

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory (Zorse, section 4.1.3; SlimPipe, section 6.5)."""
+"""Offload of activations to host memory (Zorse, section 4.1.3; SlimPipe, section 6.5)."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ from megatron_het.schedule.kinds import (
 )
 from megatron_het.schedule.memory import ACTIVATIONS, BytesOf, Holdings
 
-# The operations: activations of a FORWARD go to the host, and come back ahead of the BACKWARD.
+# The operations: activations of a FORWARD are copied to the host, and back ahead of the BACKWARD.
 
 
 class _Away(State):
-    """Activations of passes that are on the host, or on their way."""
+    """Passes whose activations are on the host or being copied."""
 
     def __init__(self, held: Lifetimes, program: Program, kinds: Set[Kind]) -> None:
         super().__init__(held, program, kinds)
@@ -38,17 +38,17 @@ class _Away(State):
         self._fetched: dict[Pass, int] = {}
 
     def uses(self, key: Pass, found: list[int]) -> None:
-        """A backward waits for its activations."""
+        """Check that a backward's activations are on the device."""
         if key in self._fetched:
             found.append(self._fetched.pop(key))
 
     def offload(self, node: int, op: Op, found: list[int]) -> None:
-        """They go."""
+        """Mark a pass's activations as offloaded."""
         self._offloaded[op.microbatch, op.slice, op.chunk] = node
         self._move(node, op, True)
 
     def fetch(self, node: int, op: Op, found: list[int]) -> None:
-        """They come back."""
+        """Mark a pass's activations as fetched."""
         key = (op.microbatch, op.slice, op.chunk)
         if key in self._offloaded:
             found.append(self._offloaded.pop(key))
@@ -66,7 +66,7 @@ class _Away(State):
 
 
 class _AwayBytes(BytesOf):
-    """Bytes of what leaves the device of a pass."""
+    """Bytes of a pass's offloaded activations."""
 
     def __init__(self, held: Holdings, kinds: Set[Kind]) -> None:
         super().__init__(held, kinds)
@@ -76,11 +76,11 @@ class _AwayBytes(BytesOf):
         return (self.held.kept[op.chunk] - self._left[op.chunk]) * self.held.size(op)
 
     def offload(self, node: int, op: Op) -> None:
-        """They go."""
+        """Subtract the offloaded bytes from the device."""
         self.held.found.append((self.held.end[node], -self._moved(op), ACTIVATIONS))
 
     def fetch(self, node: int, op: Op) -> None:
-        """They come back."""
+        """Add the fetched bytes to the device."""
         self.held.found.append((self.held.start[node], self._moved(op), ACTIVATIONS))
 
 
@@ -108,13 +108,13 @@ add_kinds({
 def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
     """The program with ACT_OFFLOAD after forwards and ACT_FETCH ahead of their backwards.
 
-    They leave once their forward is complete: with the context exchange, after its last ATTEND_MERGE.
-    Activations whose backward comes so soon that they would be fetched back at once stay on the device.
-    What share of the activations leaves is a matter of the cost model (``Memory.boundary_bytes``).
+    Activations are offloaded once their forward is complete: with the context exchange, after its last ATTEND_MERGE.
+    Activations whose backward runs so soon that they would be fetched back at once stay on the device.
+    The share of the activations to offload belongs to the cost model (``Memory.boundary_bytes``).
 
     Args:
         program: with joint or split backwards, before or after other passes.
-        ahead: activations are fetched while the backward ``ahead`` places before theirs runs.
+        ahead: activations are fetched while the backward ``ahead`` positions before theirs runs.
 
     Raises:
         ValueError: ``ahead`` below 1, a forward-only program, or activations are offloaded already.
@@ -149,7 +149,7 @@ _FLAG = "--het-offload-activations"
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """How much leaves the device."""
+    """Share of activations to offload."""
 
     ratio: float = option(
         "offload_activations",
@@ -166,7 +166,7 @@ class OffloadOptions:
 
 
 class ActivationOffload(Feature):
-    """Activations leave after their forward and come back ahead of their backward."""
+    """Copies activations to the host after their forward and back ahead of their backward."""
 
     name = "activation_offload"
     title = "activations in host memory"
@@ -180,7 +180,7 @@ class ActivationOffload(Feature):
     )
 
     def check_arguments(self, plan: Plan, options: OffloadOptions, args: Any) -> None:
-        """The table, and early reductions, which ask weights whether their layers have added to the gradients."""
+        """Refuse arguments by the table, and overlapped reductions, which read a state of weights."""
         super().check_arguments(plan, options, args)
         if args.overlap_grad_reduce and getattr(args, "gradient_accumulation_fusion", False):
             problem = f"with {_FLAG}, layers that add to gradients cannot say so: autograd gives back copies of weights"
@@ -188,15 +188,15 @@ class ActivationOffload(Feature):
             raise PlanError("--overlap-grad-reduce", True, problem, hint)
 
     def viewed(self, flags: Mapping[str, Any]) -> OffloadOptions | None:
-        """One switch."""
+        """Returns the options from the flag."""
         return OffloadOptions() if flags["offload"] else None
 
     def after_transfers(self, program: Program, options: OffloadOptions) -> Program:
-        """The program with activations on their way to and from the host; an evaluation keeps none."""
+        """Adds the copies of activations to and from the host; an evaluation keeps no activations."""
         return program if program.forward_only else add_activation_offload(program)
 
     def price(self, costs: Costs, options: OffloadOptions, program: Program, figures: Figures) -> Costs:
-        """Copies at the speed of the host link; the rest of the activations stays."""
+        """Adds the costs of copies at the bandwidth of the host link, and the reduced activations."""
         kept = costs.memory.activation_bytes
         seconds = tuple(
             tuple(options.ratio * value / speed for value in row)
@@ -208,6 +208,6 @@ class ActivationOffload(Feature):
 
 
 def offload_ratio(plan: Plan) -> float:
-    """Share of each forward's activations that wait on the host in a checked plan, 0 for none."""
+    """Share of each forward's activations that a checked plan offloads; 0 for none."""
     options = ActivationOffload().options_of(plan)
     return 0.0 if options is None else float(options.ratio)

@@ -21,7 +21,7 @@ from megatron_het.runtime.feature import BackwardPass, Call, ForwardPass, Iterat
 from megatron_het.schedule.kinds import INPUT_GRADIENTS, Kind
 
 _WARMUP_RUNS = 10
-"""Runs of a layer before its capture, as in Megatron: libraries choose and load their kernels in the first ones."""
+"""Runs of a layer before its capture, as in Megatron, because libraries select and load kernels in the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Passes:
     """The forward passes of this rank in an iteration of training, in the order of the program."""
 
     forwards: tuple[RankOp, ...]  # their operations
-    numbers: Mapping[Key, int]  # of a pass among those of its chunk
+    numbers: Mapping[Key, int]  # number of a pass among those of its chunk
     order: tuple[int, ...]  # numbers of ``forwards`` from 1; negative for the backward of the pass
 
     @classmethod
     def of(cls, program: RankProgram) -> "Passes":
-        """Read them from the program of training."""
+        """Reads the passes from the program of training."""
         forwards = tuple(op for op in program.ops if op.kind == Kind.FORWARD)
         numbers: dict[Key, int] = {}
         for chunk in {op.chunk for op in forwards}:
@@ -50,14 +50,14 @@ class Passes:
 
 
 class LayerGraphs(RuntimeFeature):
-    """Captures layers after the first iterations of training; Megatron's layers run the graphs by themselves.
+    """Captures layers after the first iterations of training; Megatron's layers then replay the graphs themselves.
 
-    What leaves a chunk is copied out of the memory of the graphs: a transfer may still read it when another graph
-    writes there, and nothing but the order of graphs protects that memory.
+    Outputs of a chunk are copied out of the graphs' memory: a transfer may still read them when another graph
+    writes there, because only the order of graphs protects that memory.
 
     Args:
         kind: ``--cuda-graph-impl``.
-        passes: What is captured by Transformer Engine, and in which order.
+        passes: Passes that Transformer Engine captures, and their order.
     """
 
     def __init__(self, kind: str, passes: Passes, args: Any) -> None:
@@ -67,12 +67,12 @@ class LayerGraphs(RuntimeFeature):
         self.is_captured = False
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
-        """Megatron's training loop would capture in the order of its own schedules: it is not told of graphs."""
+        """Hide graphs from Megatron's training loop, which would capture in the order of its own schedules."""
         if self._kind == BY_TE:
             self._args.cuda_graph_impl = NONE
 
     def prepare(self, call: Call) -> None:
-        """Capture, when enough iterations have run without graphs."""
+        """Capture the layers after enough iterations without graphs."""
         if call.forward_only or self.is_captured:
             return
         # Megatron's own graphs are recorded in the first iteration.
@@ -98,7 +98,7 @@ class LayerGraphs(RuntimeFeature):
 
     @contextlib.contextmanager
     def around_forward(self, forward: ForwardPass, call: Call) -> Iterator[None]:
-        """Layers know which of their graphs is meant; the output leaves the graphs' memory, in evaluations too."""
+        """Select the graphs of the pass, and copy the output out of the graphs' memory, in evaluations, too."""
         if not call.forward_only:
             forward.number = self._passes.numbers[forward.op.key]
         yield
@@ -108,7 +108,7 @@ class LayerGraphs(RuntimeFeature):
 
     @contextlib.contextmanager
     def around_backward(self, backward: BackwardPass, call: Call, state: Iteration) -> Iterator[None]:
-        """So does the gradient of the input."""
+        """Select the graphs of the pass, and copy the gradient of the input out of the graphs' memory."""
         yield
         if self.is_captured and backward.result is not None:
             backward.result = backward.result.clone()
@@ -139,7 +139,7 @@ def _layers_by_chunk(call: Call) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def _without_gathers(models: Iterable[Any]) -> Iterator[bool]:
-    """Take away, for as long as it lasts, the hooks that wait for parameters; yields whether there were any."""
+    """Context without the hooks that wait for parameter gathers; yields whether there were any."""
     hooked = [model for model in models if getattr(model, "remove_forward_pre_hook_handles", None)]
     for model in hooked:
         model.disable_forward_pre_hook(param_sync=False)
@@ -153,8 +153,8 @@ def _without_gathers(models: Iterable[Any]) -> Iterator[bool]:
 def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]) -> None:
     """Let Transformer Engine capture all passes of all layers.
 
-    It knows microbatches of chunks whose backwards come in the order of the forwards.  Here every pass is a chunk with
-    one microbatch, so that backwards may come in any order.
+    It supports microbatches of chunks whose backwards run in the order of the forwards.  Here every pass is given as a
+    chunk with one microbatch, so that backwards may run in any order.
     """
     layers = [layer for op in passes.forwards for layer in by_chunk[op.chunk]]
     arguments = [_arguments(call, op, layer) for op in passes.forwards for layer in by_chunk[op.chunk]]
@@ -175,7 +175,7 @@ def _capture_by_te(call: Call, passes: Passes, by_chunk: Sequence[Sequence[Any]]
                 _order=list(passes.order),
                 _num_layers_per_chunk=[len(by_chunk[op.chunk]) for op in passes.forwards],
                 _reuse_graph_input_output_buffers=True,
-                fp8_enabled=False,  # which is refused beside graphs
+                fp8_enabled=False,  # fp8 with graphs is refused
             )
     finally:
         cuda_graphs._set_capture_end()

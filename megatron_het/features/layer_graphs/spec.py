@@ -11,8 +11,8 @@ from megatron_het.features.registry import cuts_sequences, features_of, packing_
 from megatron_het.plan import Plan, PlanError
 
 NONE, LOCAL, BY_TE = "none", "local", "transformer_engine"
-"""Values of ``--cuda-graph-impl`` that a plan can have: no graphs, Megatron's own, Transformer Engine's."""
-TRY = "HET_TRY_GRAPHS"  # variable of the environment that admits what has not been right on a GPU yet
+"""Values of ``--cuda-graph-impl`` that a plan supports: no graphs, Megatron's own, Transformer Engine's."""
+TRY = "HET_TRY_GRAPHS"  # environment variable that permits combinations without correct results on a GPU so far
 _ASKED = f"with {TRY}=1 in the environment: parts of layers have not been right on a GPU yet"
 _FLAG, _PARTS_FLAG = "--cuda-graph-impl", "--cuda-graph-modules"
 _GRAPHS, _LAYER = (
@@ -23,10 +23,10 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 
 
 class LayerGraphs(Feature):
-    """Layers, or parts of them, that the device runs from CUDA graphs.
+    """CUDA graphs of layers, or of parts of them.
 
     Every forward and backward of a layer in an iteration has a graph of its own, captured in the order of the plan's
-    program: the graphs share memory, which is right as long as they run in the order in which they were captured.
+    program.  The graphs share memory, which is correct if they run in the order in which they were captured.
     """
 
     name = "layer_graphs"
@@ -44,7 +44,7 @@ class LayerGraphs(Feature):
         return getattr(args, "cuda_graph_impl", NONE) != NONE
 
     def check_any_arguments(self, plan: Plan, args: Any) -> None:
-        """Refuse what cannot be captured."""
+        """Refuse arguments with which layers cannot be captured."""
         kind = getattr(args, "cuda_graph_impl", NONE)
         if kind == NONE:
             return
@@ -53,13 +53,13 @@ class LayerGraphs(Feature):
 
 
 def captured(args: Any) -> frozenset[str]:
-    """The parts of layers that graphs are asked for, by Megatron's names; none for whole layers."""
+    """Megatron's names of the parts of layers to capture; empty for whole layers."""
     parts = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope_deprecated", None) or ()
     return frozenset(getattr(part, "name", part) for part in parts) - {"full"}
 
 
 def _problems(plan: Plan, args: Any, kind: str, parts: frozenset[str]) -> Iterator[tuple[str, Any, str, str]]:
-    """Yields problems, each as flag, value, problem and what to do."""
+    """Yields problems, each as (flag, value, problem, remedy)."""
     if kind not in (LOCAL, BY_TE) or "full_iteration" in parts:
         problem = "the host posts transfers and waits for them all through an iteration of a plan"
         yield _FLAG, kind, problem, f"Capture layers: {BY_TE} or {LOCAL}"
@@ -110,7 +110,7 @@ def _problems_of_te(args: Any, parts: frozenset[str]) -> Iterator[tuple[str, Any
 
 
 def _problems_of_attention(plan: Plan, args: Any, kind: str, inside: bool) -> Iterator[tuple[str, Any, str, str]]:
-    """Yields what keeps attention out of graphs."""
+    """Yields problems of capturing attention."""
     if not inside:
         return
     outside = f"Leave attention outside: {_FLAG} {BY_TE} {_PARTS_FLAG} mlp (of experts: moe_router), {_ASKED}"

@@ -1,4 +1,4 @@
-"""Thrifty layers on a rank: norms that keep only their input, and linear layers of slices with little around them."""
+"""Thrifty layers on a rank: norms that save only their input, and linear layers of slices with little overhead."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from megatron_het.families import family_of_model
 from megatron_het.runtime.feature import OpenContext, RuntimeFeature
 
-# RMSNorm keeps its input and one number per token; PyTorch's keeps intermediate results too where it has no fused
+# RMSNorm saves its input and one number per token; PyTorch's saves intermediate results, too, without a fused
 # kernel.
 
 
@@ -43,9 +43,9 @@ class ThriftyRMSNorm(torch.nn.RMSNorm):
 
 
 def make_norms_thrifty(models: Iterable[torch.nn.Module]) -> int:
-    """Let PyTorch's RMSNorms keep less; how many were changed.  Parameters and their names stay as they are.
+    """Make PyTorch's RMSNorms save less; returns the number of changed ones.  Names of parameters do not change.
 
-    Norms of Transformer Engine keep no more than that by themselves and are left alone.
+    Norms of Transformer Engine already save no more and are not changed.
     """
     count = 0
     for model in models:
@@ -56,15 +56,15 @@ def make_norms_thrifty(models: Iterable[torch.nn.Module]) -> int:
     return count
 
 
-# Linear layers of slices without tensor parallelism: the product, and nothing around it.
+# Linear layers of slices without tensor parallelism: only the matrix product.
 #
-# Megatron's parallel layers are functions of their own to autograd, written in Python, with one more for the
-# communication before or after, which is none on one rank.  A pass pays that whatever its length, and a sequence in n
-# slices has n passes.  Here such a layer calls PyTorch's linear function.  The sums are the same ones.
+# Megatron's parallel layers are autograd functions in Python, with another one for the
+# communication before or after, which does nothing on one rank.  Every pass has this overhead, and a sequence in n
+# slices has n passes.  Here such a layer calls PyTorch's linear function.  The computed sums are the same.
 
 
 def _is_changed(module: Any) -> bool:
-    """Whether its product is somebody else's business: a schedule that splits backward passes, or an offload."""
+    """Whether a schedule that splits backward passes, or an offload, has changed the layer's product."""
     return "_forward_impl" in vars(module) or module.config._cpu_offloading_context is not None
 
 
@@ -75,7 +75,7 @@ def _product(layer: Any, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class LightColumnLinear(ColumnParallelLinear):
-    """Megatron's layer on one TP rank."""
+    """Megatron's column-parallel layer for a single TP rank."""
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *rest: Any, **more: Any) -> Any:
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
@@ -85,7 +85,7 @@ class LightColumnLinear(ColumnParallelLinear):
 
 
 class LightRowLinear(RowParallelLinear):
-    """Megatron's layer on one TP rank."""
+    """Megatron's row-parallel layer for a single TP rank."""
 
     def forward(self, input_: torch.Tensor) -> Any:
         """See Megatron; ``[s, b, k]`` to ``[s, b, n]``, and the bias if somebody else adds it."""
@@ -96,13 +96,13 @@ _LIGHT = {ColumnParallelLinear: LightColumnLinear, RowParallelLinear: LightRowLi
 
 
 def lighten_linear_layers(models: Iterable[torch.nn.Module]) -> int:
-    """Spare linear layers of transformer layers communication that there is none of; how many were changed.
+    """Replace linear layers of transformer layers by light ones; returns the number of changed layers.
 
-    Parameters and their names stay as they are.  Layers of Transformer Engine, those with tensor or expert parallelism
-    and those with a fused gradient accumulation are left alone.
+    Names of parameters do not change.  Layers of Transformer Engine, those with tensor or expert parallelism
+    and those with a fused gradient accumulation are not changed.
 
     Args:
-        models: GPTModels, not wrapped.
+        models: GPTModels without wrappers.
     """
     count = 0
     for model in models:
@@ -115,7 +115,7 @@ def lighten_linear_layers(models: Iterable[torch.nn.Module]) -> int:
 
 
 def _is_alone(module: Any) -> bool:
-    """Whether a layer is a product of its input and its weight, and what autograd does with that."""
+    """Whether a layer computes only the product of its input and its weight, with autograd's own backward."""
     return bool(
         module.weight is not None
         and not _is_changed(module)
@@ -129,7 +129,7 @@ def _is_alone(module: Any) -> bool:
 
 
 class ThriftyLayersFeature(RuntimeFeature):
-    """Changes the norms of the model; the activation function follows from Megatron's arguments."""
+    """Changes the norms of the model; the activation function is set by Megatron's arguments."""
 
     def attach(self, models: Sequence[torch.nn.Module]) -> None:
         make_norms_thrifty(models)

@@ -1,7 +1,7 @@
-"""Layers that keep less from forward to backward (SlimPipe, section 5).
+"""Layers that save less from forward to backward (SlimPipe, section 5).
 
 Norms and activation functions need no more than their input (and a number or two per token) in the backward.
-PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, keep no more by themselves.
+PyTorch's LayerNorm and GELU, and Megatron's fusion of GELU with a bias, already save no more.
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_het.features.base import Feature, NoOptions, Option, Refusal
 from megatron_het.plan import Plan
 
 _UNFUSED = ("activation_func_clamp_value", "glu_linear_offset", "use_te_activation_func")
-"""What Megatron's fusion of SwiGLU leaves out without a word, or refuses with a traceback."""
+"""Arguments that Megatron's fusion of SwiGLU ignores silently, or refuses with a traceback."""
 
 
 class ThriftyLayers(Feature):
-    """RMSNorm and SwiGLU keep only their input."""
+    """RMSNorm and SwiGLU that save only their input."""
 
     name = "thrifty_layers"
     title = "thrifty layers"
@@ -26,12 +26,12 @@ class ThriftyLayers(Feature):
     )
 
     def check_arguments(self, plan: Plan, options: NoOptions, args: Any) -> None:
-        """Refuse another SwiGLU than the fused one; with that, which is Megatron's default, a plan is as stock."""
+        """Refuse options of SwiGLU without support in the fused one, if only this feature switches that on."""
         reason = "SwiGLU that keeps only its input is Megatron's fused one, without it"
         for name in _UNFUSED if args.swiglu and not args.bias_swiglu_fusion else ():
             Refusal(name, reason).check(args, self.title)
 
     def apply(self, plan: Plan, options: NoOptions, args: Any) -> None:
-        """SwiGLU that keeps only its input is Megatron's own fusion."""
+        """Switch on Megatron's fused SwiGLU, which saves only its input."""
         if args.swiglu:
             args.bias_swiglu_fusion = True
