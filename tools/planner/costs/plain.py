@@ -212,7 +212,7 @@ def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
 
 
 def _elapsed_s(steps: _Steps) -> float:
-    """The same loop as the compiled one, in Python."""
+    """Python version of the compiled loop."""
     at, waits, sends, link, tails_s = (x.tolist() for x in (steps.at, *steps[3:6], steps.tails_s))
     seconds, wire_s, latency_s = (x.tolist() for x in steps[6:9])
     arrived, waiting = [_NOT_YET] * steps.messages, [_NOBODY] * steps.messages
