@@ -1,7 +1,7 @@
 """Progress of a job under a trace: elastic, by restarts, or with the full pool only.
 
-A job runs one iteration after the other.  A pause begins at an event; no iteration completes before its end.  Lost work is
-repeated at the speed of the next plan.
+A job runs one iteration after the other.  A pause begins at an event; no iteration completes before its end.  Lost work
+is repeated at the speed of the next plan.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Compares a plan with other plans, and says what binds it, for ``explain``, ``compare`` and the page."""
+"""Comparison of a plan with other plans, and its bottlenecks, for ``explain``, ``compare`` and the page."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,17 +20,17 @@ from ..search.outcome import Found, Goal, Progress, SearchResult
 from ..search.seeds import sizes_over_replicas
 from .tables import describe, unpriced
 
-# What a homogeneous framework would run on a mixed cluster: the plans that others are compared with.
+# Plans of a homogeneous framework on a mixed cluster: the baseline of comparisons.
 
 
 MOST_GROUPS = 4  # up to so many node groups every choice of them is tried; beyond it all, each kind and each region
 
 
 def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
-    """Plans that stock Megatron can run: one TP and EP size, equal stages with equal replicas, equal batches (1F1B).
+    """Yields plans for stock Megatron: one TP and EP size, equal stages with equal replicas, equal batches (1F1B).
 
-    To it all GPUs look alike.  Tried are parts of the cluster (see ``MOST_GROUPS``) with the node groups in both
-    orders, every TP size that all of them have, every number of stages that divides the layers, and as many
+    Stock Megatron treats all GPUs alike.  Tried are parts of the cluster (see ``MOST_GROUPS``) with the node groups in
+    both orders, every TP size that all of them have, every number of stages that divides the layers, and as many
     replicas as there are GPUs for and the microbatches divide over.
     """
     model, nodes = estimator.model, estimator.cluster.nodes
@@ -70,7 +70,7 @@ def _parts(nodes: tuple[NodeGroup, ...]) -> list[tuple[int, ...]]:
 
 
 def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> Iterator[Candidate]:
-    """Plans of so many stages, with the most replicas that equal batches allow."""
+    """Returns plans with a given number of stages, and the most replicas that equal batches allow."""
     model = estimator.model
     stages: dict[int, tuple[Stage, ...]] = {}
     for batch in model.batch_sizes:
@@ -104,7 +104,7 @@ def kind_of(c: Candidate) -> tuple[object, ...]:
 
 
 def alternatives(estimator: Estimator, outcome: SearchResult, best: Found, count: int = 8) -> list[dict[str, Any]]:
-    """The best plan of each other kind that the search has met, the best first.
+    """Returns the best plan of each other kind that the search has found, the best first.
 
     Plans that the runtime cannot run are left out.
     """
@@ -120,7 +120,7 @@ def alternatives(estimator: Estimator, outcome: SearchResult, best: Found, count
 
 
 def row_of(estimator: Estimator, what: str, found: Found | None, best: Found, why: str = "") -> dict[str, Any]:
-    """One plan beside the best one, or why there is none."""
+    """Returns one row: a plan compared with the best one, or why there is none."""
     if found is None:
         names = ("plan", "iteration_s", "ratio", "usd_per_iteration", "gpus_without_price", "gpus")
         return {"what": what, **dict.fromkeys(names), "why": why}
@@ -136,7 +136,7 @@ def row_of(estimator: Estimator, what: str, found: Found | None, best: Found, wh
 
 
 def differences(estimator: Estimator, best: Candidate, other: Candidate) -> str:
-    """How a plan differs in kind, in words."""
+    """Returns the differences in kind between two plans, as text."""
     out = []
     if schedule_of(other).name != schedule_of(best).name:
         out.append(f"schedule {other.schedule}")
@@ -157,19 +157,19 @@ def _sizes(c: Candidate, pool: int) -> list[int]:
     return sorted({g.tp for s in c.stages for g in s.groups if pool in g.pools})
 
 
-# A plan that was found, with all that is predicted of it.
+# A plan that was found, with its prediction.
 
 
 MOST_PRICED = 2_000_000
-"""Compute operations of an iteration up to which a plan carries their costs: to price more takes minutes."""
-PRICING_S = 2e-5  # CPU seconds that this takes per operation, about
+"""Most compute operations of an iteration for which a plan stores costs: pricing more takes minutes."""
+PRICING_S = 2e-5  # approximate CPU seconds of pricing per operation
 
 
 def complete(estimator: Estimator, found: Found, notes: str = "", left_s: float = inf) -> Plan:
-    """The plan, the simulated time of its iteration, and the costs that a run under it compares itself with.
+    """Returns the plan with its simulated iteration time, and the costs with which the watch compares a run.
 
     Args:
-        left_s: CPU seconds that are left; costs that take longer are left out.
+        left_s: Remaining CPU seconds; costs that take longer are left out.
 
     Raises:
         PlannerError: TP groups that do not fit into nodes, or a plan that contradicts itself.
@@ -185,7 +185,7 @@ def complete(estimator: Estimator, found: Found, notes: str = "", left_s: float 
 
 
 def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
-    """Returns what keeps the plan from being better, in sentences."""
+    """Returns the bottlenecks of the plan, as sentences."""
     e, c = best.estimate, best.candidate
     nodes = estimator.cluster.nodes
     out = []
@@ -229,7 +229,7 @@ def binding(estimator: Estimator, goal: Goal, best: Found) -> list[str]:
 
 
 def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progress) -> list[dict[str, Any]]:
-    """The search again with one node more of each kind."""
+    """Search again with one node more of each group; returns the rows of the results."""
     out = []
     cluster = estimator.cluster
     for p, node in enumerate(cluster.nodes):
@@ -238,7 +238,7 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
         larger = cluster.model_copy(update={"nodes": (*cluster.nodes[:p], wider, *cluster.nodes[p + 1 :])})
         found = _searched(estimator.on(larger), goal, progress, f"one node more of {node.gpu}")
         if found is None or found.value(goal) > best.value(goal):
-            found = best  # nothing has to use the new node
+            found = best  # a plan need not use the new node
         seconds = found.iteration_s
         out.append(
             {
@@ -254,13 +254,13 @@ def one_more_node(estimator: Estimator, goal: Goal, best: Found, progress: Progr
 
 
 def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -> Found | None:
-    """The plan that ``plan`` would make there."""
+    """Returns the plan that ``plan`` would make on another cluster."""
     progress.text = text
     return search_on("auto", estimator, goal, Progress(limit_s=progress.limit_s), robust=False).best
 
 
 def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress) -> list[dict[str, Any]]:
-    """A plan against the best even split (``stock_plans``), single GPU types and single schedules."""
+    """Returns a plan beside the best even split (``stock_plans``), single kinds of GPU and single schedules."""
     even = best_even_split(estimator, goal)
     rows = [row_of(estimator, "this plan", mine, mine)]
     rows.append(row_of(estimator, "best even split", simulated(estimator, *even) if even else None, mine))

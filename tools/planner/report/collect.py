@@ -20,7 +20,7 @@ from ..inputs.packing import Seat
 from .data import ClusterMap, Figure, Lane, LinkOnMap, NodeOnMap, PageData, PoolOnMap, TimelineData, ZoneOnMap
 from .tables import part_in_words, schedule_in_words, state_in_words, summary
 
-# The cluster as the page draws it: who sits where, and what every link carries in an iteration.
+# The cluster as the page draws it: the place of each rank, and the traffic of every link in an iteration.
 
 
 MAX_NODES = 256  # nodes that are drawn
@@ -32,7 +32,7 @@ Flow = dict[tuple[Node, Node], float]  # bytes per iteration from a node to anot
 
 
 def cluster_map(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats, result: Result) -> ClusterMap:
-    """Where a plan's ranks sit and what flows between nodes in the simulated iteration."""
+    """Returns the places of a plan's ranks and the traffic between nodes in the simulated iteration."""
     cluster = estimator.cluster
     transfers = transfer_flow(seated, result)
     collectives = collective_flow(estimator, candidate, seated, result)
@@ -162,7 +162,7 @@ def _pools(estimator: Estimator, plan: Plan, seated: Seats) -> list[PoolOnMap]:
 
 
 def _links(cluster: Cluster, transfers: Flow, collectives: Flow, seconds: float) -> list[LinkOnMap]:
-    """Flows between pools, the most loaded first."""
+    """Returns the traffic between pools, the most loaded first."""
     found: dict[tuple[int, int], LinkOnMap] = {}
     for a, b in sorted({*transfers, *collectives}):
         moved, summed = transfers.get((a, b), 0.0), collectives.get((a, b), 0.0)
@@ -178,7 +178,7 @@ def _links(cluster: Cluster, transfers: Flow, collectives: Flow, seconds: float)
     return sorted(found.values(), key=lambda link: -link["load"])[:MAX_LINKS]
 
 
-# A simulated iteration as the page draws it: lanes, operations, and what is left out of large plans.
+# A simulated iteration as the page draws it: lanes, operations, and limits for large plans.
 
 
 MAX_EVENTS = 40_000  # operations on a page: about 2 MB, and what a browser draws without a noticeable delay
@@ -188,7 +188,7 @@ COLUMNS = ("lane", "start", "duration", "label", "microbatch", "slice", "chunk",
 
 
 class Event(NamedTuple):
-    """One operation in time; ``size`` is None where there is nothing to say."""
+    """One operation in time; ``size`` is None if it moves no data."""
 
     lane: int
     kind: Kind
@@ -202,7 +202,7 @@ class Event(NamedTuple):
 
 
 def group_of(kind: Kind) -> str:
-    """The colour of a kind on the page: what an operation is for somebody who looks at a pipeline."""
+    """Returns the colour group of a kind of operation on the page."""
     if kind in TRANSFERS:
         return "transfer"
     if kind in COLLECTIVES:
@@ -225,7 +225,7 @@ def timeline_of(
     max_events: int = MAX_EVENTS,
     max_lanes: int = MAX_LANES,
 ) -> TimelineData:
-    """A simulation with all its operations that take time, or as many as a page can hold.
+    """Returns the timeline of a simulation: all operations with a duration, or as many as a page can hold.
 
     Args:
         parameter_bytes: Of one rank of every device; sizes of gathers and reductions follow from them.
@@ -270,7 +270,7 @@ def pack(
     left_out: Sequence[str] = (),
     max_events: int = MAX_EVENTS,
 ) -> TimelineData:
-    """Lanes and operations as columns; what exceeds the bound is left out, and the page says so."""
+    """Returns lanes and operations as columns; operations beyond the bound are left out with a note on the page."""
     events, dropped = _bounded(events, max_events)
     kinds = list(dict.fromkeys(e.kind for e in events))
     label = {kind: i for i, kind in enumerate(kinds)}
@@ -322,7 +322,7 @@ def _chosen_lanes(result: Result, most: int) -> tuple[list[int], list[str]]:
 
 
 def _bounded(events: list[Event], most: int) -> tuple[list[Event], list[str]]:
-    """Compute first: transfers and copies go when there is too much, then the end of the iteration."""
+    """Limit the operations: leave out transfers and copies first, then the end of the iteration."""
     if len(events) <= most:
         return events, []
     computed = [e for e in events if e.kind.stream is Stream.COMPUTE]
@@ -409,7 +409,7 @@ def collect(
 
 
 def rows_of(estimator: Estimator, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of ``compare`` and ``explain`` as the page shows them."""
+    """Returns rows of ``compare`` and ``explain`` for the page."""
     tokens = estimator.model.global_batch_size * estimator.model.seq_length
     return [
         r

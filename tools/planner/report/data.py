@@ -36,11 +36,11 @@ class PoolOnMap(TypedDict):
     usd_per_gpu_hour: float | None
     network_bytes_per_s: float | None
     nodes: list[NodeOnMap]
-    left_out: str  # what is not drawn, in words; empty when all nodes are
+    left_out: str  # note on nodes that are not drawn; empty if all are
 
 
 class ZoneOnMap(TypedDict):
-    """Nodes near each other."""
+    """The pools of one zone."""
 
     name: str
     region: str
@@ -48,7 +48,7 @@ class ZoneOnMap(TypedDict):
 
 
 class LinkOnMap(TypedDict):
-    """Holds what flows between nodes of two pools in one iteration, both directions together."""
+    """Traffic between nodes of two pools in one iteration, both directions together."""
 
     first: int
     second: int
@@ -59,7 +59,7 @@ class LinkOnMap(TypedDict):
 
 
 class ClusterMap(TypedDict):
-    """The cluster, and what a plan does with it."""
+    """The cluster with a plan's ranks and traffic."""
 
     name: str
     pools: list[PoolOnMap]

@@ -31,11 +31,11 @@ def write_page(page: PageData, path: str | os.PathLike[str]) -> None:
 def render(page: PageData) -> str:
     """The document.
 
-    The browser itself is told (Content-Security-Policy) to fetch nothing and to run only the scripts of this
-    package, by their hashes: whatever names and notes hold stays text.
+    A Content-Security-Policy lets the browser fetch nothing and run only the scripts of this
+    package, by their hashes: names and notes from files stay text.
 
     Raises:
-        ValueError: A number that JSON has no text for.
+        ValueError: A number that JSON cannot represent.
     """
     scripts = [_asset(name) for name in SCRIPTS]
     digests = (base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()) for text in scripts)
@@ -63,7 +63,7 @@ ENDINGS = (".html", ".htm")
 
 
 def check_page(options: argparse.Namespace) -> None:
-    """Before long work: whether the page can be written."""
+    """Check before long work that the page can be written."""
     if options.html:
         check_target(options.html, "--html", ENDINGS)
 
@@ -79,7 +79,7 @@ def page_of_search(
     runners_up: Sequence[dict[str, Any]] = (),
     one_more_node: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Write the page where ``--html`` was given; ``{"html": file}``, or nothing.
+    """Write the page if ``--html`` was given; returns ``{"html": file}``, else an empty dictionary.
 
     Raises:
         PlannerError: A plan that the runtime does not run has no timeline.
@@ -103,14 +103,14 @@ def page_of_search(
 
 
 def notes_of(options: argparse.Namespace, plan: str = "") -> list[str]:
-    """Where the figures of a page come from."""
+    """Returns notes on the sources of the page's figures."""
     files = [f"plan {plan}"] if plan else []
     files += [f"cluster {options.cluster}", f"model {options.model}"]
     files += [f"profile {options.profile}"] if options.profile else []
     return [f"Made from {', '.join(files)}.", *([] if options.profile else [DATASHEETS.format(command())])]
 
 
-# Figures as people read them, and what the template (``assets/page.html``) draws from the data.
+# Formatting of figures, and further values for the template (``assets/page.html``).
 
 
 def seconds(value: float) -> str:
@@ -130,7 +130,7 @@ def size(value: float) -> str:
 
 
 def usd(value: float) -> str:
-    """``$ 0.0342``; people read more digits of small prices."""
+    """``$ 0.0342``; small prices have more digits."""
     if value >= 1000:
         return f"$ {value:,.0f}"
     return f"$ {value:.2f}" if value >= 100 else f"$ {significant(value)}"
@@ -189,7 +189,7 @@ GROUPS = ("forward", "backward", "weight gradient", "other compute", "transfer",
 
 
 def css_class(name: str) -> str:
-    """A name of ours as a class; others (a category that a caller made up) get the neutral one."""
+    """Returns the CSS class of a known name; unknown categories get the neutral class."""
     return name.replace(" ", "-") if name in (*MEMORY, *IDLE, *GROUPS) else "unknown"
 
 
@@ -202,7 +202,7 @@ def stage_hues(page: PageData) -> list[int]:
 
 
 def drawn(page: PageData) -> dict[str, Any]:
-    """Values that the template takes besides the page's own."""
+    """Returns the template's values besides the page's data."""
     stages, timelines = page.get("stages", ()), page.get("timelines", ())
     held = {name for r in stages for name, value in r["memory_bytes"].items() if value > 0}
     groups = {group for t in timelines for _, _, group in t["labels"]}
@@ -237,7 +237,7 @@ def _stage_times(page: PageData) -> dict[int, dict[str, float]]:
 
 
 def _replay(courses: Sequence[dict[str, Any]], end_s: float, **_: Any) -> dict[str, Any]:
-    """The curves of a replay; of very many points some are left out."""
+    """Returns the curves of a replay, thinned out if they have very many points."""
     most = max((n for course in courses for _, n in course["curve"]), default=0.0) or 1.0
     lines = []
     for course in courses:

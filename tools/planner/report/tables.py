@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2.0**30
-ROUNDING = 1e-9  # share of an iteration below which a difference of two sums is nothing
+ROUNDING = 1e-9  # share of an iteration below which a difference of two sums counts as 0
 DATASHEETS = "GPU figures are from datasheets, network figures the cluster file's or defaults; '{} profile' measures."
 NOTATION = (
     "How to read a plan: v chunks per stage, n slices per sequence, mb sequences per\n"
@@ -38,13 +38,13 @@ WORTH_SAYING = 0.3  # gaps to the bound above this share are not printed
 PARTLY = "partly recomputed"
 HARDLY = 0.005  # change of an iteration that is printed as none
 _MEMORY = {"optimizer": "optimizer state", "workspace": "temporaries", "reserved": "CUDA and NCCL"}
-"""What the parts of memory are called, where their names do not say it."""
+"""Labels of parts of memory whose field names are no labels."""
 _SETTINGS = ("schedule", "chunks", "slices", "micro_batch_size", "recompute", "zero_stage", "offload")
-MOST_ROWS = 100  # rows of a table of stages: laying out thousands takes seconds, and nobody reads them
+MOST_ROWS = 100  # rows of a table of stages: laying out thousands takes seconds
 
 
 def say(value: Any, options: Any, *tables: Any) -> None:
-    """Print JSON or tables, whichever was asked for."""
+    """Print JSON or tables, by ``--json``."""
     if options.json:
         json.dump(value, sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -53,7 +53,7 @@ def say(value: Any, options: Any, *tables: Any) -> None:
 
     console = Console()
     for table in tables:
-        if isinstance(table, str):  # lines that are to be copied are not broken
+        if isinstance(table, str):  # commands to copy are not wrapped
             sys.stdout.write(table + "\n")
             sys.stdout.flush()
         else:
@@ -62,7 +62,7 @@ def say(value: Any, options: Any, *tables: Any) -> None:
 
 @contextmanager
 def shown_progress(text: str | Callable[[], str], options: Any, every_s: float = 10.0) -> Iterator[None]:
-    """A progress line on a terminal; elsewhere a line on stderr every ten seconds, so that nobody takes it for dead."""
+    """Show progress: a line on a terminal; elsewhere a line on stderr every ten seconds."""
     done, start_s = threading.Event(), time.monotonic()
     is_watched = sys.stderr.isatty() and not options.json
 
@@ -74,7 +74,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
             update(now())
 
     def line(what: str) -> None:
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # the reader of the pipe has gone
             sys.stderr.write(f"{time.monotonic() - start_s:.0f} s: {what}\n")
 
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def shown_progress(text: str | Callable[[], str], options: Any, every_s: float =
 def table(title: str, *columns: str) -> "Table":
     """An empty rich table; the first column, and one of sentences, "what", are left-aligned.
 
-    No column gets narrower than the longest word of its head, and what is too long for a cell goes on in the next
+    No column gets narrower than the longest word of its head, and long text of a cell wraps into the next
     line: nothing is cut off at 80 columns.
     """
     from rich.box import SIMPLE_HEAD
@@ -154,13 +154,13 @@ def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) ->
 
 
 def part_in_words(row: dict[str, Any]) -> str:
-    """Returns what a GPU holds of every sequence, where context-parallel ranks have parts of their own."""
+    """Returns a GPU's part of every sequence, if context-parallel ranks have unequal parts."""
     part = row.get("part_of_sequences")
     return "" if part is None else f"; each has {100 * part:.0f} % of every sequence"
 
 
 def state_in_words(row: dict[str, Any]) -> str:
-    """Returns how much of the state of its stage a GPU keeps, where its pool says so."""
+    """Returns a GPU's share of the state of its stage, if its pool has unequal shares."""
     share = row["state_share"]
     return "" if share is None else f"; each keeps {100 * share:.0f} % of the state"
 
@@ -168,7 +168,7 @@ def state_in_words(row: dict[str, Any]) -> str:
 def summary(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, simulated_s: float | None
 ) -> dict[str, Any]:
-    """Everything there is to say about a plan."""
+    """Returns all reported figures of a plan."""
     model = estimator.model
     found = Found(candidate, estimate, simulated_s)
     seconds = found.iteration_s
@@ -221,7 +221,7 @@ def summary(
 
 
 def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
-    """Lists what nodes hold in main memory for the plan, and what they have for it (None: unknown)."""
+    """Lists the plan's bytes in the nodes' main memory, and the available bytes (None: unknown)."""
     return [
         {
             "gpu": estimator.cluster.nodes[pool].gpu,
@@ -235,7 +235,7 @@ def offloaded(estimator: Estimator, estimate: Estimate) -> list[dict[str, Any]]:
 
 
 def _documents(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> dict[str, float] | None:
-    """Returns what whole documents gain over cut ones; None where the plan does not ask for them."""
+    """Returns the gain of whole documents over cut ones; None if the plan does not place documents whole."""
     if DOCUMENTS not in schedule_of(candidate).cut(estimator, candidate):
         return None
     whole, cut = (estimator.model.shared(candidate.cp, candidate.slices, cut=is_cut) for is_cut in (False, True))
@@ -269,7 +269,7 @@ def unpriced(estimator: Estimator, candidate: Candidate) -> list[str]:
 
 
 def _by_place(estimator: Estimator, used: Mapping[int, int], idle: bool = False) -> dict[str, int]:
-    """GPUs in use, or idle ones, by kind and zone; several pools may have both alike."""
+    """Returns GPUs in use, or idle ones, by kind and zone, summed over pools."""
     out: Counter[str] = Counter()
     for pool, node in enumerate(estimator.cluster.nodes):
         out[estimator.cluster.place(node)] += node.quota - used.get(pool, 0) if idle else used.get(pool, 0)
@@ -277,7 +277,7 @@ def _by_place(estimator: Estimator, used: Mapping[int, int], idle: bool = False)
 
 
 def price_lines(body: dict[str, Any]) -> list[str]:
-    """Returns what an iteration costs, and where prices are from."""
+    """Returns lines with the cost of an iteration, and the sources of prices."""
     known, without = body["catalog_prices"], ", ".join(body["gpus_without_price"])
     lines = []
     if body["usd_per_iteration"]:
@@ -294,7 +294,7 @@ def price_lines(body: dict[str, Any]) -> list[str]:
 
 
 def summary_tables(body: dict[str, Any]) -> list[Any]:
-    """The summary for people."""
+    """Returns the summary as tables and lines."""
     causes = table("Iteration", "cause", "seconds", "share")
     for cause, seconds in body["by_cause_s"].items():
         if seconds > 0:
@@ -357,7 +357,7 @@ def summary_tables(body: dict[str, Any]) -> list[Any]:
 
 
 def schedule_in_words(body: dict[str, Any], state: str = "") -> str:
-    """The schedule of a plan and what the plan has besides; ``state`` is said after recomputation."""
+    """Returns the schedule of a plan and its features as text; ``state`` comes after recomputation."""
     text = f"{body['schedule']}, micro batch {body['micro_batch_size']}, recompute {body['recompute']}{state}"
     for name, whole in (("chunks", "stage"), ("slices", "sequence")):
         text += f", {body[name]} {name} per {whole}" if body[name] > 1 else ""
@@ -366,7 +366,7 @@ def schedule_in_words(body: dict[str, Any], state: str = "") -> str:
 
 
 def plans_tables(title: str, what: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Plans beside each other, and what each of them is in a line of its own."""
+    """Returns a table of plans, and a line that describes each of them."""
     out = table(title, what, "s per iteration", "ratio", "USD per iteration", "GPUs")
     lines: list[Any] = []
     for i, row in enumerate(rows, 1):
@@ -407,7 +407,7 @@ def describe(estimator: Estimator, c: Candidate) -> str:
 
 
 def extras_in_words(c: Candidate) -> list[str]:
-    """Returns what a plan has besides its schedule."""
+    """Returns the features of a plan besides its schedule."""
     out = [f"cp{c.cp}"] if c.cp > 1 else []
     out += [f"ep{c.ep}"] if c.ep > 1 else []
     out += ["split vocabulary"] if c.rows else []
@@ -418,7 +418,7 @@ def extras_in_words(c: Candidate) -> list[str]:
 
 
 def bound_lines(outcome: SearchResult, goal: Goal) -> list[str]:
-    """How far the plan is from what no plan can beat, and which faster plan was passed over."""
+    """Returns lines with the gap to the lower bound, and with a faster plan that was passed over."""
     best, lines, gap = outcome.best, [], outcome.gap(goal)
     if gap is not None and best is not None:
         unit = "USD {:.4g}" if goal.objective == "cost" else "{:.4g} s"
@@ -448,7 +448,7 @@ def bound_lines(outcome: SearchResult, goal: Goal) -> list[str]:
 
 
 def _left_out(outcome: SearchResult, best: Found, goal: Goal) -> tuple[str, float]:
-    """Returns what makes the plan longer than its bound more than all else, and by how many seconds."""
+    """Returns the largest cause of the gap between the plan and its bound, and its seconds."""
     e = best.estimate
     parts = {"fill and drain": e.fill_s, "sums of gradients": e.sync_s, "gathers of parameters": e.gather_s}
     if goal.objective != "cost":
@@ -459,7 +459,7 @@ def _left_out(outcome: SearchResult, best: Found, goal: Goal) -> tuple[str, floa
 
 
 def _passed_over_lines(outcome: SearchResult, best: Found, in_usd: bool) -> list[str]:
-    """Returns which plan would have been faster, or cheaper, and why it was not taken."""
+    """Returns lines on a faster or cheaper plan that was not taken, with the reason."""
     other, lines = outcome.passed_over, []
 
     def passed_over(seconds: float) -> str:
