@@ -22,7 +22,7 @@ from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Placement, Plan, PlanError, check_plan, load_plan, plan_hash
 from megatron_het.store import Documents
 
-# The doctor's command line, and the checks that it asks for.
+# The doctor's command line, and the selection of checks.
 
 USUAL_LIMIT_S = 120.0
 CHECKS = ("software", "flags", "disk", "devices", "links", "stress", "numerics")
@@ -77,7 +77,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds what rank 0 has read."""
+    """Inputs that rank 0 has read."""
 
     plan: Plan
     expectations: Expectations
@@ -85,7 +85,7 @@ class Inputs:
 
 
 def read_inputs(options: argparse.Namespace, world_size: int) -> Inputs:
-    """Plan and expectations.
+    """Reads plan and expectations.
 
     Raises:
         PlanError: A bad file, no plan, a plan for another world size, expectations of another plan.
@@ -107,7 +107,7 @@ def read_inputs(options: argparse.Namespace, world_size: int) -> Inputs:
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, str]:
-    """The plan, and the transport that the training's flags ask for."""
+    """The plan, and the transport of the training's flags."""
     if options.plan:
         return load_plan(options.plan), options.transport
     words = list(options.flags or ())
@@ -131,7 +131,7 @@ def _expectations(options: argparse.Namespace, plan: Plan) -> Expectations:
 
 
 def checks_of(options: argparse.Namespace, plan: Plan, expectations: Expectations) -> list[Check]:
-    """The checks in their order: what a rank can do alone comes first, so that most is known when one is lost."""
+    """The checks in order: those that a rank can run alone are first, so that most are done before a rank is lost."""
     from megatron_het.doctor.devices import Devices
     from megatron_het.doctor.flags import Flags
     from megatron_het.doctor.links import Links
@@ -154,7 +154,7 @@ def checks_of(options: argparse.Namespace, plan: Plan, expectations: Expectation
 
 
 def patience(limit_s: float) -> float:
-    """How much longer than usual single checks may take when there is more time for all of them."""
+    """Factor of the time limits of single checks, if there is more time than usual for all of them."""
     return max(1.0, limit_s / USUAL_LIMIT_S)
 
 
@@ -173,7 +173,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     )
 
 
-_ARRIVE_S = 45.0  # for processes to start, of the usual two minutes
+_ARRIVE_S = 45.0  # share of the usual two minutes for processes to start
 
 
 @safe_io.ends_with_its_reader
@@ -201,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class _Rank:
-    """This process."""
+    """The doctor on the rank of this process."""
 
     def __init__(self, options: Any, rank: int, world_size: int) -> None:
         self._options, self._rank, self._world_size = options, rank, world_size
@@ -213,7 +213,7 @@ class _Rank:
         store = participant.connect(self._rank, self._arrive_s)
         if isinstance(inputs, str):
             store.put(participant.Keys.BRIEF, {"error": inputs})
-            time.sleep(1.0)  # the store goes with this process
+            time.sleep(1.0)  # the store ends with this process
             return 2
         heart = participant.Heart(store, self._rank)
         store.put(participant.Keys.here(self._rank), {"host": socket.gethostname()})
@@ -225,7 +225,7 @@ class _Rank:
             heart.stop()
 
     def _read(self) -> Inputs | str:
-        """Rank 0 reads for all; what is wrong as text."""
+        """Read the inputs on rank 0 for all ranks; returns the text of an error if there is one."""
         try:
             return read_inputs(self._options, self._world_size)
         except (PlanError, ValueError, OSError, ImportError) as error:
@@ -261,7 +261,7 @@ class _Rank:
             return participant.Participant(store, seat, checks, self._rank).run(self._options.limit_s)
 
     def _lead(self, store: Documents, inputs: Inputs) -> int:
-        """Rank 0: the coordinator on a thread, this rank's own part on the main thread."""
+        """Run rank 0: the coordinator on a thread, this rank's own checks on the main thread."""
         checks = checks_of(self._options, inputs.plan, inputs.expectations)
         coordinator = participant.Coordinator(
             store, checks, self._world_size, self._options.limit_s, participant.is_ending
@@ -284,7 +284,7 @@ class _Rank:
         return code
 
     def _coordinate(self, coordinator: participant.Coordinator, names: Names) -> None:
-        """On a thread of rank 0: all checks, the table, the verdict."""
+        """Runs on a thread of rank 0: all checks, the table, the verdict."""
         findings = coordinator.run(names)
         code, elapsed_s = participant.exit_code(findings), time.monotonic() - self._started_s
         try:
@@ -293,7 +293,7 @@ class _Rank:
                     safe_io.write_json(
                         self._options.json, participant.to_json(findings, code, elapsed_s, coordinator.figures)
                     )
-            with contextlib.suppress(OSError):  # nobody reads any more, as after ``| head``
+            with contextlib.suppress(OSError):  # the output is closed, as after ``| head``
                 sys.stdout.write(participant.table(findings, elapsed_s) + "\n")
                 sys.stdout.flush()
         finally:

@@ -1,4 +1,4 @@
-"""Checks of the doctor: a measurement on every rank, a judgement of all answers on rank 0, and what was promised."""
+"""Interface of the doctor's checks: a measurement on every rank, a judgement on rank 0, and expected figures."""
 
 import math
 import os
@@ -40,11 +40,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-Answers = Mapping[int, dict[str, Any]]  # what a check measured, by rank; ranks that failed are not among them
+Answers = Mapping[int, dict[str, Any]]  # a check's measurements by rank, without ranks that failed
 
 
 class Status(StrEnum):
-    """How a finding counts."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -69,7 +69,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Holds what a check knows on a rank."""
+    """Inputs of a check on a rank."""
 
     # rank, local_rank: this rank, in the job and on its host
     rank: int
@@ -77,9 +77,9 @@ class Seat:
     hosts: tuple[str, ...]  # host name of every rank
     plan: Plan
     flags: tuple[str, ...] | None  # the training's flags, with ``--het-*``; None when they were not given
-    expectations: "Expectations"  # what cluster file and profile promise
-    store: Documents  # part of the job's, for this check alone
-    folder: Path  # a folder of this rank, for logs
+    expectations: "Expectations"  # expected figures from cluster file and profile
+    store: Documents  # part of the job's store for this check alone
+    folder: Path  # this rank's folder for logs
     transport: str = "auto"  # ``--het-transport``
 
     @property
@@ -100,12 +100,12 @@ class Seat:
 
 
 def meet(seat: Seat, place: str, value: Any, bound_s: float) -> Any:
-    """Wait for all ranks of the check; the value of the one that comes last, None where not all come in time.
+    """Wait for all ranks of the check; returns the value of the last one, or None if not all arrive in time.
 
     Args:
-        place: Where they meet, once.
-        value: JSON.
-        bound_s: On the wait.
+        place: Name of the meeting, used once.
+        value: This rank's JSON value.
+        bound_s: Bound on the wait.
     """
     if seat.store.count(place) >= len(seat.hosts):
         seat.store.put(f"{place}/open", value)
@@ -136,15 +136,15 @@ class Check:
     needs_all: bool = field(default=False, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:
-        """On every rank: figures that JSON can hold."""
+        """Measures on every rank; returns figures as JSON values."""
         raise NotImplementedError
 
     def judge(self, answers: Answers, names: "Names") -> list[Finding]:
-        """On rank 0: what the answers mean.  Pure."""
+        """Judges the answers on rank 0; a pure function."""
         raise NotImplementedError
 
     def ok(self, where: str, what: str) -> Finding:
-        """A finding that is fine."""
+        """Returns a finding without a problem."""
         return Finding(self.name, Status.OK, where, what)
 
     def warning(self, where: str, what: str, hint: str = "") -> Finding:
@@ -158,7 +158,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Ranks in words: ``ranks 0-3 (node1), rank 8 (node2)``."""
+    """Descriptions of ranks: ``ranks 0-3 (node1), rank 8 (node2)``."""
 
     hosts: tuple[str, ...]
     kinds: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def ranks_by(said: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
-    """Ranks by each text that they say, in the order of the texts."""
+    """Returns the ranks by each text that they reported, in the order of the texts."""
     found: dict[str, list[int]] = {}
     for rank, texts in said.items():
         for text in texts:
@@ -208,17 +208,17 @@ def grouped(answers: Mapping[int, Any]) -> dict[Any, list[int]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-# Figures that cluster file and profile promise for the ranks of a plan: the measure of the doctor.
+# Expected figures for the ranks of a plan, from cluster file and profile, with which the doctor compares.
 #
-# The planner writes them (``emit --doctor``), or makes them when the doctor is given the files themselves, because
-# reading a cluster file needs more than ranks have.
+# The planner writes them (``emit --doctor``), or computes them if the doctor gets the files themselves, because
+# reading a cluster file needs packages that ranks lack.
 
 FORMAT, VERSION = "megatron_het.expectations", 1
 
 
 @dataclass(frozen=True, slots=True)
 class LinkExpectation:
-    """The connection between two ranks, either direction; ``source`` is where the figures are from."""
+    """The link between two ranks in either direction; ``source`` names the origin of the figures."""
 
     first: int
     second: int
@@ -257,7 +257,7 @@ class LayerModel:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """Everything that is compared; empty where nothing is promised."""
+    """All expected figures; empty if there are none."""
 
     plan_hash: str = ""
     links: tuple[LinkExpectation, ...] = ()
@@ -265,15 +265,15 @@ class Expectations:
     model: LayerModel | None = None
 
     def link(self, first: int, second: int) -> LinkExpectation | None:
-        """Returns what is promised of a pair of ranks, in either order."""
+        """Returns the expected figures of a pair of ranks, in either order."""
         return next((k for k in self.links if {k.first, k.second} == {first, second}), None)
 
     def layer(self, kind: str) -> LayerExpectation | None:
-        """Returns what is promised of a kind of device."""
+        """Returns the expected figures of a kind of device."""
         return next((k for k in self.layers if k.kind == kind), None)
 
     def to_json(self) -> dict[str, Any]:
-        """With format and version first."""
+        """Returns JSON values, with format and version first."""
         body = asdict(self)
         lists = {name: list(body[name]) for name in ("links", "layers")}
         return {"format": FORMAT, "version": VERSION, **body, **lists}

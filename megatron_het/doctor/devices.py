@@ -1,7 +1,7 @@
-"""How fast every device is: compared with its kind, and with the profile that the plan was made from.
+"""Measures the speed of every device, and compares it with its kind and with the plan's profile.
 
-All ranks measure at the same time, as the profile did and as the training does, so that what devices share (a
-core, a PCIe switch, power) counts.
+All ranks measure at the same time, like the profile and the training, so that shared resources (a
+core, a PCIe switch, power) are included.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from megatron_het import megatron_patches as upstream
 from megatron_het import planner
 from megatron_het.doctor import check
 
-# What nvidia-smi says about one GPU; nothing where it is not there or does not answer.
+# Figures of one GPU from nvidia-smi; none if it is missing or does not answer.
 
 _FIELDS = (
     "driver_version",
@@ -55,8 +55,8 @@ def query(properties: Any, fields: tuple[str, ...] = _FIELDS) -> dict[str, str]:
     """Figures by field of nvidia-smi.
 
     Args:
-        properties: What torch says of the device; its UUID names the GPU whatever ``CUDA_VISIBLE_DEVICES`` is.
-        fields: Of ``nvidia-smi --query-gpu``.
+        properties: torch's properties of the device; the UUID identifies the GPU for any ``CUDA_VISIBLE_DEVICES``.
+        fields: Fields of ``nvidia-smi --query-gpu``.
     """
     program = shutil.which("nvidia-smi")
     uuid = str(getattr(properties, "uuid", ""))
@@ -73,21 +73,21 @@ def query(properties: Any, fields: tuple[str, ...] = _FIELDS) -> dict[str, str]:
 
 
 def parse(text: str, fields: tuple[str, ...] = _FIELDS) -> dict[str, str]:
-    """Fields of one line of comma-separated values; what the GPU does not know is left out."""
+    """Fields of one line of comma-separated values, without those that the GPU does not support."""
     values = [value.strip() for value in text.strip().split("\n")[0].split(",")]
     if len(values) != len(fields):
         return {}
     return {name: value for name, value in zip(fields, values) if value and not value.startswith("[")}
 
 
-# What slows a device down while something else is measured: heat, power limits, quotas.
+# Throttling of a device during a measurement: heat, power limits, quotas.
 
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.stat")
 
 
 class Throttling:
-    """Holds what slows a CUDA device down, by its index (None: a CPU), while something else is measured."""
+    """Detects throttling of a CUDA device, given by its index (None: a CPU), during a measurement."""
 
     def __init__(self, gpu: int | None) -> None:
         self._gpu = gpu
@@ -95,7 +95,7 @@ class Throttling:
         self.state: dict[str, str] = {}
 
     def found(self) -> dict[str, list[str]]:
-        """Reasons in words, ``faults`` and ``warnings``; call it before the device is cool again."""
+        """Returns the reasons as texts, ``faults`` and ``warnings``; call it before the device has cooled down."""
         after = self._read()
         self.state = {name: str(value) for name, value in after.items()}
         if self._gpu is not None:
@@ -103,7 +103,7 @@ class Throttling:
             if errors.isdigit() and int(errors):
                 faults.append(f"{errors} uncorrected memory errors")
             return {"faults": faults, "warnings": []}
-        # A quota is somebody's decision, heat is nobody's.
+        # A quota is set on purpose, so it is a warning; heat is a fault.
         return {
             "faults": ["heat: the processor throttles"] if self._has_grown("thermal", after) else [],
             "warnings": ["the CPU quota of its container"] if self._has_grown("quota", after) else [],
@@ -134,7 +134,7 @@ def reasons_in(facts: dict[str, str]) -> list[str]:
 
 
 def _is_far_below(facts: dict[str, str]) -> bool:
-    """A power limit holds every large GPU a little; below six tenths of the clock it is set too low."""
+    """Whether the clock is below 60 %: a power limit slows every large GPU a little, but a low one this much."""
     try:
         return float(facts["clocks.sm"]) < 0.6 * float(facts["clocks.max.sm"])
     except (KeyError, ValueError):
@@ -151,7 +151,7 @@ def _thermal() -> int | None:
 
 
 def _quota() -> int | None:
-    """Periods in which the kernel stopped this container because its share was used up."""
+    """Number of periods in which the kernel throttled this container because its CPU quota was used up."""
     try:
         lines = _QUOTA.read_text(encoding="ascii").splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("nr_throttled")), None)
@@ -172,19 +172,19 @@ _LONGEST = 300
 class Devices(check.Check):
     """Times of one transformer layer and of a matrix product on every device."""
 
-    # a device that takes this many times as long as its kind, or as the profile says, is a fault
+    # a device that takes this many times as long as its kind, or as the profile, is a fault
     slow_ratio: float = 1.25
     name: str = field(default="devices", init=False)
     limit_s: float = field(default=45.0, init=False)
 
     def measure(self, seat: check.Seat) -> dict[str, Any]:
-        """Seconds of a layer and of a GEMM; what throttled the device meanwhile."""
+        """Measures seconds of a layer and of a GEMM, and throttling meanwhile."""
         platform, dtype = seat.platform(), check.dtype_of(seat.plan)
         throttling = Throttling(platform.device.index)
         turns = itertools.count()
 
         def barrier() -> None:
-            """All ranks, as far as they come in time: a measurement is better than none."""
+            """Wait for all ranks in bounded time; without some of them the measurement is still made."""
             check.meet(seat, f"barrier/{next(turns)}", True, _BARRIER_S)
 
         gemm_s = gemm_seconds(dtype, platform, barrier)
@@ -208,7 +208,7 @@ class Devices(check.Check):
         return answer | {"throttling": throttling.found(), "state": throttling.state}
 
     def judge(self, answers: check.Answers, names: check.Names) -> list[check.Finding]:
-        """Slow devices by kind, and what throttled."""
+        """Finds slow devices by kind, and reports throttling."""
         found = []
         for judged, kind in ((self.fault, "faults"), (self.warning, "warnings")):
             said = {rank: answer["throttling"][kind] for rank, answer in answers.items()}
@@ -270,7 +270,7 @@ class Devices(check.Check):
 def operating_point(
     seat: check.Seat, expected: check.LayerExpectation | None
 ) -> tuple[check.LayerModel, dict[str, Any]]:
-    """Returns what to time: the profile's point, or the plan's layer without tensor parallelism."""
+    """Returns the layer and sizes to time: the profile's, or the plan's layer without tensor parallelism."""
     model, plan = seat.expectations.model, seat.plan
     if expected is None or model is None:
         shape = plan.model
@@ -312,9 +312,9 @@ def _layer(model: check.LayerModel, point: dict[str, Any], barrier: Callable[[],
         model=schema.ProfiledModel(**asdict(model)), out="", kinds=("",), window_s=_WINDOW_S, windows=_WINDOWS
     )
     where = settings.Point("layer", point["batch"], 1, point["tokens"], point["recompute"])
-    # A world of this rank alone: a layer without tensor parallelism talks to nobody.
+    # A world of this rank alone: a layer without tensor parallelism does not communicate.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
-    logging.disable(logging.WARNING)  # Megatron tells of every parameter
+    logging.disable(logging.WARNING)  # Megatron logs every parameter
     try:
         with layers.tensor_parallel_state(1):
             timing = layers.measure(run, where, barrier)
@@ -327,7 +327,7 @@ def _layer(model: check.LayerModel, point: dict[str, Any], barrier: Callable[[],
 def gemm_seconds(dtype: Any, platform: Any, barrier: Callable[[], None]) -> float:
     """Median seconds of a square matrix product in the plan's precision."""
     if not platform.is_cuda:
-        dtype = torch.float32  # half precision is not what a CPU is judged by
+        dtype = torch.float32  # a CPU is not judged by half precision
     a, b = (torch.randn(_GEMM, _GEMM, device=platform.device).to(dtype) for _ in range(2))
     barrier()
     times = []

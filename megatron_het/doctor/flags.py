@@ -17,13 +17,13 @@ from megatron_het.plan import Placement, PlanError
 
 @dataclass
 class Flags(Check):
-    """Everything that the start of the training would refuse, all at once."""
+    """Reports all refusals of the training's start at once."""
 
     name: str = field(default="flags", init=False)
     limit_s: float = field(default=60.0, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:
-        """Problems with the flags on this rank, and the flags that its machine asks for."""
+        """Returns problems with the flags on this rank, and the flags that its machine needs."""
         device = platform.activate()
         needed = {flag.words[0]: str(flag) for flag in device.flags() if flag.required}
         if seat.flags is None:
@@ -35,7 +35,7 @@ class Flags(Check):
         return {"needed": needed, "missing": missing, "problems": problems, "given": True}
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
-        """One row per problem, with the ranks that have it."""
+        """Returns one finding per problem, with the ranks that have it."""
         missing = ranks_by({rank: answer["missing"].values() for rank, answer in answers.items()})
         problems = ranks_by({rank: answer["problems"] for rank, answer in answers.items()})
         found = [self.fault(names.of(ranks), f"missing: {text}", "Add it") for text, ranks in missing.items()]
@@ -55,7 +55,7 @@ class Flags(Check):
 
 
 def unseen_data(flags: tuple[str, ...]) -> list[str]:
-    """Data sets that this machine does not have; the first and the last stage read them."""
+    """Data sets that are missing on this machine; the first and the last stage read them."""
     found = []
     for flag in ("--data-path", *(f"--{split}-data-path" for split in ("train", "valid", "test"))):
         after = flags[flags.index(flag) + 1 :] if flag in flags else ()
@@ -66,7 +66,7 @@ def unseen_data(flags: tuple[str, ...]) -> list[str]:
 
 
 def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], list[str]]:
-    """Flags that this machine needs and a training lacks, with the reason; all other problems of its flags."""
+    """Returns missing flags that this machine needs, with reasons, and all other problems of a training's flags."""
     from megatron.training.arguments import parse_args
 
     from megatron_het.arguments.flags import split_arguments
@@ -94,7 +94,7 @@ def problems_of(flags: tuple[str, ...], device: Any) -> tuple[dict[str, str], li
 
 
 def main(words: tuple[str, ...]) -> None:
-    """Print the problems of a training's flags as JSON, whatever this machine lacks of what the job's nodes have."""
+    """Print the problems of a training's flags as JSON, even on a machine that lacks the nodes' devices."""
     device = platform.activate()
     upstream.install("stock")
     sys.stdout.write(json.dumps(problems_of(words, device)[1]) + "\n")

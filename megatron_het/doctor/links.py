@@ -1,8 +1,8 @@
-"""Transfers between neighbouring stages: does every pair of ranks reach each other, and how fast.
+"""Checks the connection of every pair of ranks that transfer, and measures latency and bandwidth.
 
-Every pair gets a communicator of its own, of its two ranks only, so that a pair which cannot connect costs these
-two ranks a bounded time and nobody else anything.  Pairs are measured in rounds: in a round a host takes part in
-one pair at most, so that every figure is that of a link without other traffic.
+Every pair gets a communicator of only its two ranks, so that a pair that cannot connect delays only these
+two ranks, for a bounded time.  Pairs are measured in rounds: in a round a host takes part in
+one pair at most, so that every figure is of a link without other traffic.
 """
 
 import time
@@ -29,14 +29,14 @@ _FAST_RATIO = 2.0
 class Links(Check):
     """Latency and bandwidth of every pair of ranks that the plan's programs send between."""
 
-    slow_ratio: float = 1.5  # a link with less than one over this of the promised bandwidth is a fault
+    slow_ratio: float = 1.5  # a link below the expected bandwidth divided by this is a fault
     expectations: Expectations = field(default_factory=Expectations)
     name: str = field(default="links", init=False)
     limit_s: float = field(default=60.0, init=False)
     needs_all: bool = field(default=True, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:
-        """This rank's pairs, measured by the lower rank of each."""
+        """Measures this rank's pairs; the lower rank of each pair reports."""
         platform = seat.platform()
         transport = chosen_transport(seat, platform).transport
         rounds = rounds_of(pairs_of(seat.plan), seat.hosts)
@@ -56,7 +56,7 @@ class Links(Check):
         return {"pairs": found, "transport": transport, "wanted": sum(map(len, rounds))}
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
-        """One row per bad pair, one for all good ones."""
+        """Returns one finding per bad pair, and one for all good ones."""
         measured: dict[tuple[int, int], dict[str, Any]] = {}
         for answer in answers.values():
             for text, result in answer["pairs"].items():
@@ -103,12 +103,12 @@ class Links(Check):
 
 
 def chosen_transport(seat: Seat, platform: Any) -> Any:
-    """The transport that the training would take; raises ValueError for one that this machine cannot use."""
+    """The transport that the training would use; raises ValueError if this machine does not support it."""
     return choose_transport(seat.transport, platform.default_backend, platform.has_nccl)
 
 
 def pairs_of(plan: Plan) -> list[tuple[int, int]]:
-    """Pairs of ranks between which activations or gradients travel, the lower rank first."""
+    """Pairs of ranks that transfer activations or gradients, the lower rank first."""
     programs = list(build(plan).values())
     boundaries = boundary_map(Placement(plan))
     return sorted({(min(edge), max(edge)) for edge in edges(programs, boundaries)})
@@ -117,8 +117,8 @@ def pairs_of(plan: Plan) -> list[tuple[int, int]]:
 def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
     """Pairs in rounds, in each of which a host takes part in one pair at most.
 
-    Pairs of hosts that have not been measured come first, so that what is left when time is over is
-    between hosts of which a figure is known.
+    Pairs of hosts without a measurement come first, so that pairs that remain when time is over are
+    between hosts with a known figure.
     """
     left, seen = list(pairs), dict[frozenset[str], int]()
     order = []
@@ -140,7 +140,7 @@ def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[li
 
 
 def _measure_pair(seat: Seat, pair: tuple[int, int], transport: str, platform: Any) -> dict[str, Any]:
-    """Latency and bandwidth, or what failed; bounded by the timeout of the communicator."""
+    """Latency and bandwidth, or the failure; bounded by the timeout of the communicator."""
     end = None
     try:
         end = _End(seat, pair, transport, platform)
@@ -153,7 +153,7 @@ def _measure_pair(seat: Seat, pair: tuple[int, int], transport: str, platform: A
 
 
 class _End:
-    """One of two ranks, which play ping-pong."""
+    """One end of a ping-pong measurement between two ranks."""
 
     def __init__(self, seat: Seat, pair: tuple[int, int], transport: str, platform: Any) -> None:
         import torch.distributed as dist
@@ -176,7 +176,7 @@ class _End:
         self._timeout = timeout
 
     def measure(self) -> dict[str, Any]:
-        """Small messages for the latency, then larger ones until one takes long."""
+        """Measures small messages for the latency, then larger ones until one takes long enough."""
         import torch
 
         small = torch.zeros(1, device=self._platform.device)
@@ -196,7 +196,7 @@ class _End:
         return {"latency_s": latency_s, "bytes_per_s": speed}
 
     def close(self) -> None:
-        """Give the communicator up."""
+        """Destroy the communicator."""
         if hasattr(self._group, "abort"):
             self._group.abort()
         self._group = None
@@ -209,7 +209,7 @@ class _End:
         return time.perf_counter() - start_s
 
     def _ping(self, tensor: Any) -> None:
-        """There and back."""
+        """Send a tensor to the other rank and back."""
         for sends in (self._first, not self._first):
             self._send(tensor) if sends else self._receive(tensor)
 

@@ -1,8 +1,8 @@
 """Three iterations of a tiny model under the plan's topology, compared with one process on every kind of device.
 
-The run is the real entry of the training, with the real groups, schedule, transfers and features; only the model is
-tiny.  Every kind of device trains the same model alone besides, so that what differs is told apart: a kind that
-computes differently, or a topology that does.  Besides, every device trains a fixed model whose losses are stored.
+The run uses the training's entry, with the real groups, schedule, transfers and features; only the model is
+tiny.  In addition one device of every kind trains the same model alone, which distinguishes errors of a kind of device
+from errors of the topology.  Every device also trains a fixed model whose correct losses are stored.
 """
 
 import json
@@ -26,12 +26,12 @@ from megatron_het.store import free_port
 
 # Three steps of a fixed tiny model on one device, whose losses are stored here.
 #
-# Nothing is drawn and nothing is asked of Megatron: a device, a driver or a library that computes wrongly shows on
-# whatever rank has it, also where all kinds of devices of the job are wrong in the same way.
+# It uses neither random numbers nor Megatron.  So a device, a driver or a library that computes wrongly is found on
+# its rank, even if all kinds of devices of the job are wrong in the same way.
 
 LOSSES = (2.988096077980702, 1.921796714504176, 1.542753363577767)  # in double precision
 _ROWS, _COLUMNS, _STEP = 48, 32, 0.1
-_SCALE = 2.5  # of the weights: large enough that what the model computes decides the loss
+_SCALE = 2.5  # scale of the weights: large enough that the loss depends on all computations
 
 
 def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
@@ -41,7 +41,7 @@ def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
     kept = torch.promote_types(dtype, torch.float32)
 
     def fixed(rows: int, columns: int, turn: float) -> torch.Tensor:
-        """Numbers that look random, the same on all devices: made on the host in double precision."""
+        """Pseudo-random numbers that are equal on all devices: computed on the host in double precision."""
         return torch.sin(turn * torch.arange(1, rows * columns + 1, dtype=torch.float64) ** 1.3).reshape(rows, columns)
 
     inputs, target = (fixed(_ROWS, _COLUMNS, turn).to(device, kept) for turn in (0.7, 1.9))
@@ -67,10 +67,10 @@ def fixed_model_losses(device: Any, dtype: Any) -> list[float]:
     return found
 
 
-# A tiny model under the topology of a plan, and the same model in one process: what three iterations are run of.
+# A tiny model for three iterations under the topology of a plan, and the same model in one process.
 #
 # Stages, replicas, ranks, schedule and its parameters are the plan's; sizes are small.  Weights are drawn by name,
-# so that both start from the same ones whatever the plan is.
+# so that both start from the same weights under any plan.
 
 ITERATIONS = 3
 _HEAD_DIM, _VOCABULARY = 8, 250
@@ -126,7 +126,7 @@ def tiny_plan(plan: Plan) -> Plan:
 
 
 def one_process(plan: Plan) -> Plan:
-    """The tiny model of a tiny plan on one rank, without anything that a plan may do."""
+    """The model of a tiny plan on one rank, without any feature of plans."""
     training = plan.training
     alone = TrainingShape(
         1 if not training.micro_batch_sizes else training.micro_batch_size,
@@ -142,8 +142,8 @@ def flags_of(plan: Plan, machine: Sequence[str]) -> list[str]:
     """Megatron's flags for a tiny plan on synthetic data.
 
     Args:
-        plan: Tiny.
-        machine: The flags that the machines of the job ask for.
+        plan: A tiny plan.
+        machine: The flags that the machines of the job need.
     """
     model = plan.model
     text = f"""
@@ -167,7 +167,7 @@ def flags_of(plan: Plan, machine: Sequence[str]) -> list[str]:
 
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-"""Relative difference of a loss that is still taken for rounding, by precision."""
+"""Largest relative difference of a loss that counts as rounding, by precision."""
 _POLL_S = 0.1
 
 
@@ -180,11 +180,11 @@ class Numerics(Check):
     needs_all: bool = field(default=True, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:
-        """Losses that this rank saw, and those of one process where this rank is the first of its kind."""
+        """Returns this rank's losses, and those of a single process if this rank is the first of its kind."""
         platform = seat.platform()
         machine = _common_flags(seat, [list(f.words) for f in platform.flags() if f.required])
         plan = tiny_plan(seat.plan)
-        # Processes end in time to be named by what they wrote, not by this rank's silence.
+        # Processes end early enough to report their own logs, before this rank counts as lost.
         deadline_s = time.monotonic() + self.limit_s - 8.0
         if seat.rank == 0:
             seat.store.put("port", free_port())  # on its host, where the tiny training meets
@@ -207,7 +207,7 @@ class Numerics(Check):
         return answer
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
-        """Kinds against each other, and the plan's run against them."""
+        """Compares kinds of devices with each other, and the plan's run with them."""
         precision = next(iter(answers.values()))["precision"]
         bound = TOLERANCE[precision]
         alone = {rank: a["alone"] for rank, a in answers.items() if a.get("alone")}
@@ -263,7 +263,7 @@ def _in_words(values: Sequence[float]) -> str:
 
 
 def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
-    """The flags that any rank's machine asks for: what one node lacks, no node can use in a common run."""
+    """The flags that any rank's machine needs: a common run can only use what all nodes have."""
     seat.store.put(f"flags/{seat.rank}", mine)
     if seat.rank == 0:
         ranks = range(len(seat.hosts))
@@ -275,7 +275,7 @@ def _common_flags(seat: Seat, mine: list[list[str]]) -> list[str]:
 def _start(
     name: str, plan: Plan, machine: Sequence[str], seat: Seat, port: int, rank: int, world_size: int
 ) -> subprocess.Popen[bytes]:
-    """A process of its own, because a run leaves much behind in Megatron, and must be ended when it hangs."""
+    """Starts a separate process, because a run leaves state in Megatron, and has to be ended if it hangs."""
     folder = seat.folder / name
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / f"plan-{rank}.json")
@@ -309,7 +309,7 @@ def _wait(runs: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> dic
 
 
 def _failure(name: str, code: int | None, folder: Path) -> str:
-    """Returns what ended a run, with the end of its log."""
+    """Returns how a run ended, with the end of its log."""
     said = [line.strip() for line in (folder / f"{name}.log").read_text(errors="replace").splitlines()]
     lines = [line for line in said if line and not line.startswith(("WARNING", "het: plan "))]  # which give no reason
     slow = "is slow or stuck, not done in time (a larger --limit-s gives it more)"
@@ -319,7 +319,7 @@ def _failure(name: str, code: int | None, folder: Path) -> str:
 
 
 def _losses(folder: Path, rank: int) -> list[float]:
-    """Losses of a rank's report; empty where it saw none."""
+    """Losses in a rank's report; empty if there are none."""
     path = folder / f"rank-{rank}.json"
     if not path.is_file():
         return []

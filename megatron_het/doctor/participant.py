@@ -1,7 +1,7 @@
-"""A rank's side of the doctor: measure when told so, answer, and never stay silent.
+"""A rank's side of the doctor: it runs checks on request of rank 0 and always reports a result.
 
-A check that takes longer than its limit is reported by a thread, with the place where the rank hangs.  The rank
-takes no further part then, and ends when the verdict is there.
+If a check exceeds its time limit, a thread reports it, with the line of code at which the rank hangs.  The rank
+then takes no further part, and exits after the verdict.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from megatron_het.safe_io import one_line
 from megatron_het.store import Documents, StoreError
 from megatron_het.store.job import job_store, strangers
 
-# The store that the ranks meet at, and the keys under which they speak.
+# The store at which the ranks meet, and the keys of their messages.
 
 BEAT_S = 1.0
-_LAST_WORDS_S = 12.0  # for rank 0 to find out who has died, and to say so
+_LAST_WORDS_S = 12.0  # for rank 0 to find and report the rank that has died
 POLL_S, _LISTEN_S = 0.05, 0.5
 
 
@@ -34,12 +34,12 @@ class MeetingError(RuntimeError):
 
 
 def connect(rank: int, timeout_s: float) -> Documents:
-    """The job's store, which rank 0 starts.
+    """Connects to the job's store, which rank 0 starts.
 
-    It does not wait for other ranks: whoever is missing is named later.
+    This does not wait for other ranks: missing ranks are reported later.
 
     Raises:
-        MeetingError: It cannot be opened or reached in time.
+        MeetingError: The store cannot be opened or reached in time.
     """
     try:
         return job_store(rank, timeout_s).under("doctor")
@@ -53,7 +53,7 @@ def is_ending() -> bool:
 
 
 class Keys:
-    """Names of what is in the store, by the numbers of ranks and checks."""
+    """Keys of the store, by the numbers of ranks and checks."""
 
     BRIEF, VERDICT = "brief", "verdict"
     here, beat, bye = "here/{}".format, "beat/{}".format, "bye/{}".format
@@ -75,7 +75,7 @@ def hear(store: Documents, key: str, timeout_s: float) -> Any:
 
 
 class Heart:
-    """A thread that shows that this process lives, whatever its main thread waits for."""
+    """A thread that sends heartbeats of this process, independently of its main thread."""
 
     def __init__(self, store: Documents, rank: int) -> None:
         self._store, self._key, self._stopped = store, Keys.beat(rank), threading.Event()
@@ -83,7 +83,7 @@ class Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """No beat after this."""
+        """Stop the heartbeats."""
         self._stopped.set()
         self._thread.join(timeout=2 * BEAT_S)
 
@@ -95,15 +95,15 @@ class Heart:
                 self._store.put(self._key, count)
 
 
-SLACK_S = 30.0  # how much longer than a check's limit a rank waits for rank 0
+SLACK_S = 30.0  # additional time beyond a check's limit that a rank waits for rank 0
 
 
 @dataclass(eq=False)
 class Participant:
-    """One rank."""
+    """One rank of the doctor."""
 
     store: Documents
-    seat: Callable[[int], Seat]  # makes what a check is given, by the check's number
+    seat: Callable[[int], Seat]  # makes the inputs of a check, by the check's number
     checks: Sequence[Check]  # all checks, the same on every rank
     rank: int
     leave: Callable[[int], None] = os._exit  # ends a process whose main thread hangs; ``os._exit`` but for tests
@@ -112,13 +112,13 @@ class Participant:
         self._main = 0
 
     def run(self, limit_s: float) -> int:
-        """All checks; returns the exit code that rank 0 decided on.
+        """Run all checks; returns the exit code from rank 0.
 
         Args:
-            limit_s: Bound on everything.
+            limit_s: Bound on all checks together.
 
         Raises:
-            MeetingError: Rank 0 has gone.
+            MeetingError: Rank 0 is lost.
         """
         started_s = time.monotonic()
         for index, check in enumerate(self.checks):
@@ -126,7 +126,7 @@ class Participant:
             go = hear(self.store, Keys.go(index), left_s)
             if self.rank not in go["ranks"]:
                 if go["ranks"]:
-                    return self._verdict(left_s)  # taken for lost
+                    return self._verdict(left_s)  # rank 0 counts this rank as lost
                 continue
             answer = self._measure(index, check, go["limit_s"])
             if not self.store.has(Keys.answer(index, self.rank)):  # the watchdog may have been first
@@ -139,7 +139,7 @@ class Participant:
         return code
 
     def _measure(self, index: int, check: Check, limit_s: float) -> dict[str, Any]:
-        """The check, watched; an exception is an answer as well."""
+        """Run a check under a watchdog; an exception is returned as an answer, too."""
         self._main = threading.get_ident()
         watchdog = threading.Timer(limit_s, self._report_hang, (index, limit_s))
         watchdog.daemon = True
@@ -154,7 +154,7 @@ class Participant:
             watchdog.cancel()
 
     def _report_hang(self, index: int, limit_s: float) -> None:
-        """On the watchdog's thread: say where the main thread is, and end the process after the verdict."""
+        """Runs on the watchdog's thread: report the main thread's position, and end the process after the verdict."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame)[:-5:-1] if frame is not None else ()  # the innermost lines first
         lines = [f"{os.path.basename(s.filename)}:{s.lineno} {s.name}" for s in stack]
@@ -174,10 +174,10 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} {notes}".strip()[:2000]
 
 
-# Rank 0's side of the doctor: who is here, one check after the other, and the verdict.
+# Rank 0's side of the doctor: arrival of ranks, one check after the other, and the verdict.
 #
-# Every wait is bounded.  A rank that does not answer is lost from then on: checks that need all ranks are not run
-# after that and say so, the others go on with the ranks that are left.
+# Every wait is bounded.  A rank that does not answer counts as lost from then on.  Later checks that need all ranks are
+# reported as not run; the others go on with the remaining ranks.
 
 
 # The doctor's table, verdict and JSON.
@@ -231,14 +231,14 @@ _LEAST_S = 5.0  # with less time left no check is begun
 
 
 class Pulse:
-    """Which ranks have shown no sign of life for how long."""
+    """Detects ranks without heartbeats."""
 
     def __init__(self, store: Documents) -> None:
         self._store = store
         self._seen: dict[int, tuple[int | None, float]] = {}
 
     def silent(self, ranks: Sequence[int], seconds: float) -> list[int]:
-        """Returns ranks whose heart has not beaten for so long; the first call only listens."""
+        """Returns ranks without a heartbeat for ``seconds``; the first call only starts the clock."""
         now, found = time.monotonic(), []
         beats = self._store.read(*map(Keys.beat, ranks))
         for rank, beat in zip(ranks, beats, strict=True):
@@ -251,7 +251,7 @@ class Pulse:
 
 
 class Coordinator:
-    """The order of events.
+    """Runs the checks on rank 0.
 
     Args:
         limit_s: Bound on everything; checks that would exceed it are not run.
@@ -275,7 +275,7 @@ class Coordinator:
         self.figures: dict[str, dict[str, Any]] = {}
 
     def meet(self, arrive_s: float) -> dict[int, Any]:
-        """Wait for all ranks, at most ``arrive_s``; what each said of itself."""
+        """Wait for all ranks, at most ``arrive_s``; returns the description that each has sent."""
         deadline_s = time.monotonic() + arrive_s
         found: dict[int, Any] = {}
         missing = set(range(self._world_size))
@@ -289,13 +289,13 @@ class Coordinator:
         return found
 
     def _there(self, ranks: Iterable[int], key: Callable[[int], str]) -> dict[int, Any]:
-        """Returns what some ranks have said, as far as they have."""
+        """Returns the messages of those of some ranks that have sent one."""
         asked = sorted(ranks)
         said = self._store.read(*map(key, asked))
         return {rank: document for rank, document in zip(asked, said, strict=True) if document is not None}
 
     def run(self, names: Names) -> list[Finding]:
-        """All checks; who is lost is among the findings."""
+        """Run all checks; lost ranks are among the findings."""
         self.findings += [
             Finding("ranks", Status.FAULT, names.of([rank]), why, "Look at its log; is the node reachable?")
             for rank, why in self.lost.items()
@@ -323,7 +323,7 @@ class Coordinator:
         return ""
 
     def _collect(self, index: int, check: Check, ranks: Sequence[int], limit_s: float) -> dict[int, dict[str, Any]]:
-        """Answers by rank, as far as they come."""
+        """Returns answers by rank, without ranks that do not answer."""
         deadline_s = time.monotonic() + limit_s + _GRACE_S
         answers: dict[int, dict[str, Any]] = {}
         missing, next_pulse_s = set(ranks), time.monotonic()
@@ -349,7 +349,7 @@ class Coordinator:
         answers[rank] = {"error": why}
 
     def _judge(self, check: Check, answers: Mapping[int, dict[str, Any]], names: Names) -> list[Finding]:
-        """Findings of a check; what failed on a rank comes first, and equal failures are one row."""
+        """Returns the findings of a check: failures of ranks first, with equal ones in one row."""
         found: list[Finding] = []
         errors = {rank: [answer["error"]] for rank, answer in sorted(answers.items()) if "error" in answer}
         for text, ranks in ranks_by(errors).items():
@@ -364,7 +364,7 @@ class Coordinator:
             return [*found, Finding(check.name, Status.FAULT, "rank 0", text, "Please report this")]
 
     def close(self, code: int) -> None:
-        """Tell the verdict, and keep the store until everybody has read it."""
+        """Send the verdict, and keep the store until all ranks have read it."""
         self._store.put(Keys.VERDICT, code)
         deadline_s = time.monotonic() + 3.0
         others = [Keys.bye(rank) for rank in range(1, self._world_size) if rank not in self.lost]

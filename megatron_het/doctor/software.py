@@ -30,7 +30,7 @@ _KEPT = 2  # Megatron removes the old checkpoint after the new one has been writ
 
 @dataclass
 class Disk(Check):
-    """All ranks write at the same time, as a checkpoint does."""
+    """Speed, space and sharing of the checkpoint folder; all ranks write at the same time, as for a checkpoint."""
 
     folder: str = ""  # of the checkpoints; empty leaves the check out
     checkpoint_bytes: int = 0  # size of a checkpoint; 0 if unknown
@@ -39,7 +39,7 @@ class Disk(Check):
     limit_s: float = field(default=30.0, init=False)
 
     def measure(self, seat: Seat) -> dict[str, Any]:
-        """Bytes per second of this rank's writes, free bytes, and whether rank 0's mark is seen here."""
+        """Measures this rank's write bandwidth and free bytes, and whether rank 0's mark file is visible here."""
         if not self.folder:
             return {}
         folder = Path(self.folder)
@@ -57,7 +57,7 @@ class Disk(Check):
         return {"bytes": written, "seconds": seconds, "free_bytes": shutil.disk_usage(folder).free, "shared": seen}
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
-        """Rows about sharing, room and speed."""
+        """Returns findings about sharing, space and speed."""
         if not self.folder:
             return [self.warning("all ranks", "no folder was given (--checkpoints)")]
         found = []
@@ -83,7 +83,7 @@ class Disk(Check):
 
 
 def _write(path: Path) -> tuple[int, float]:
-    """Write for a short time, all of it down to the disk; (bytes, seconds).
+    """Write for a short time and flush to the disk; returns (bytes, seconds).
 
     Raises:
         OSError: It cannot be written, or what is read back differs.
@@ -107,7 +107,7 @@ def _write(path: Path) -> tuple[int, float]:
 
 
 def _is_seen(mark: Path, store: Documents) -> bool:
-    """Whether rank 0's file appears here; network file systems show it late."""
+    """Whether rank 0's file becomes visible here; network file systems show it late."""
     deadline_s = time.monotonic() + _SEEN_S
     while time.monotonic() < deadline_s:
         if store.has("mark"):
@@ -134,7 +134,7 @@ _KERNELS = {
 # With different values of these, ranks compute or communicate differently.
 _MUST_AGREE = ("torch", "megatron-core", "megatron-het", "Transformer Engine", "Apex", "python", "nccl", "plan")
 _WATCHED = re.compile(r"(NCCL|CUDA|OMP|MKL|GLOO|NVTE|TORCH|PYTORCH|UCX|FI|NVSHMEM|RCCL|HIP|PYTHONHASHSEED)(_|$)")
-# Set by launchers, or rightly different on every rank or node.
+# Set by launchers, or different on every rank or node on purpose.
 _OWN = re.compile(
     r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|TORCHELASTIC_|TORCH_NCCL_ASYNC|TORCHRUN|.*TEMP_FILE|"
     r"CUDA_(VERSION|HOME|PATH)|NCCL_VERSION|NCCL_HOSTID"
@@ -145,7 +145,7 @@ _PROTOCOL = re.compile(r"NCCL_(ALGO|PROTO|COLLNET|NVLS|P2P|BUFFSIZE|IB_DISABLE|N
 
 @dataclass
 class Software(Check):
-    """Holds what is installed and set on every rank."""
+    """Compares installed versions and environment variables over all ranks."""
 
     name: str = field(default="software", init=False)
     limit_s: float = field(default=30.0, init=False)

@@ -1,8 +1,8 @@
-"""The plan's real transfers in their real order, again and again, without computing.
+"""Repeats the plan's real transfers in their real order, without computation.
 
-The programs come from the one assembly, and the executor and the channels are the training's own.  Only what passes
-compute is left out: a pass takes its input as it came and hands on a tensor of the right shape, whose value says which
-pass made it.  A transport that hangs, reorders or corrupts under load does so here, where it costs seconds.
+Programs, executor and channels are those of the training.  Only the computation of passes is left out:
+a pass checks its input and sends a tensor of the right shape, whose value identifies the
+pass.  A transport that hangs, reorders or corrupts data under load fails here within seconds.
 """
 
 import time
@@ -60,7 +60,7 @@ class Stress(Check):
                 traffic.close()
 
     def _repeat(self, seat: Seat, traffic: "Traffic") -> dict[str, Any]:
-        """Iterations until rank 0 says that it is enough; all ranks make equally many."""
+        """Repeat iterations until rank 0 ends them; all ranks run the same number."""
         width = max(_WIDTHS)
         sent, count, start_s = 0, 0, time.perf_counter()
         while True:
@@ -76,7 +76,7 @@ class Stress(Check):
                 return {"iterations": count, "bytes": sent, "seconds": time.perf_counter() - start_s}
 
     def judge(self, answers: Answers, names: Names) -> list[Finding]:
-        """One row: failures have been named by the ranks themselves."""
+        """Returns one finding; ranks report failures themselves."""
         total = sum(answer["bytes"] for answer in answers.values())
         first = next(iter(answers.values()))
         if not total:
@@ -113,7 +113,7 @@ class _Copying(Executor):
         self._pass(op, Kind.RECV_BACKWARD, Kind.SEND_BACKWARD, call, state)
 
     def _pass(self, op: RankOp, arrives: Kind, sends: Kind, call: Call, state: Iteration) -> None:
-        """Checks what came; what goes says which microbatch and slice it is of."""
+        """Check the received values, and send values that identify microbatch and slice."""
         mark, found = mark_of(op, sends), self._arrived(arrives, op.key, state)
         if found is not None and not bool((found == mark).all()):
             received = (o for o in self.programs[False].ops if (o.kind, o.key) == (arrives, op.key))
@@ -128,7 +128,7 @@ class _Copying(Executor):
 
 
 class Traffic:
-    """This rank's transfers of one iteration, as the training makes them."""
+    """This rank's transfers of an iteration, as in the training."""
 
     def __init__(self, plan: Plan, rank: int, transport: str, platform: Platform) -> None:
         self._plan, self._device = plan, platform.device
@@ -153,11 +153,11 @@ class Traffic:
         )
 
     def iterate(self, divisor: int) -> int:
-        """One iteration with the hidden size divided; the bytes that were sent.
+        """Run one iteration with a divided hidden size; returns the bytes that were sent.
 
         Raises:
             TransferError: A transfer failed or timed out.
-            RuntimeError: What arrived is not what was sent.
+            RuntimeError: A received value is not the one that was sent.
         """
         executor = _Copying(
             {False: self._lowered},
@@ -193,5 +193,5 @@ class Traffic:
 
 
 def mark_of(op: RankOp, direction: Kind) -> float:
-    """The value of a boundary tensor: both ends know microbatch, slice and direction, not each other's chunks."""
+    """The value of a boundary tensor, from microbatch, slice and direction, which both ends of a transfer have."""
     return float((7 * op.microbatch + 3 * op.slice + (direction is Kind.SEND_BACKWARD)) % _VALUES)
