@@ -1,4 +1,4 @@
-"""The commands ``init``, a cluster file from what the machine says, and ``quickstart``, from there to a job."""
+"""The commands ``init`` (a cluster file from Slurm or nvidia-smi) and ``quickstart`` (from there to a job)."""
 
 import argparse
 import json
@@ -154,7 +154,7 @@ class Nodes:
 
 
 def ask(command: Sequence[str]) -> str | None:
-    """The answer of a program; None when it is not there.
+    """Returns the output of a program; None if it is not installed.
 
     Raises:
         PlannerError: The program fails or does not answer in time.
@@ -267,7 +267,7 @@ def _main_memory() -> float | None:
 
 
 def _network(base: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """Reads the rate of this machine's network cards: all InfiniBand ports together, else the fastest Ethernet card."""
+    """Returns the rate of this machine's network: all InfiniBand ports together, else the fastest Ethernet card."""
     ports = sum(_number(file, r"([0-9.]+) Gb/sec") or 0.0 for file in base.glob("infiniband/*/ports/*/rate"))
     if ports:
         return ports * 1e9 / 8, "all InfiniBand ports of this machine"
@@ -291,7 +291,7 @@ _ASK_NOBODY = "Else say what there is: --gpu A100-40 --gpus-per-node 8 --hosts n
 
 
 def init(options: argparse.Namespace) -> int:
-    """Ask, write, say what is left to do."""
+    """Run ``init``: query the nodes, write the cluster file, print the remaining steps."""
     check_target(options.out, "--out", (".yaml", ".yml"))
     if os.path.lexists(options.out) and not options.force:
         raise PlannerError("command line", "--out", options.out, "is there already", "Name another file, or --force")
@@ -319,7 +319,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
-    """Returns what there is, who says so, and which nodes cannot be used now."""
+    """Returns the found nodes, their source, and the nodes that cannot be used now."""
     try:
         hosts = tuple(dict.fromkeys(expanded_hosts(options.hosts))) if options.hosts else ()
     except ValueError as error:
@@ -338,7 +338,7 @@ def _found(options: argparse.Namespace) -> tuple[list[Nodes], str, list[str]]:
     if options.source in ("auto", "slurm") and not hosts:
         try:
             nodes_of_slurm = slurm_nodes()
-        except PlannerError:  # where nobody insists on Slurm and there are GPUs, that it does not answer is no error
+        except PlannerError:  # without ``--from slurm`` a Slurm that does not answer is no error if there are GPUs
             if options.source == "slurm" or not this_machine():
                 raise
             nodes_of_slurm = None

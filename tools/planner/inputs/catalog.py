@@ -20,7 +20,7 @@ Format = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 
 
 class Strict(BaseModel):
-    """Values of a file: with no keys but its own, all numbers finite, and never changed."""
+    """Base of file contents: unknown keys are errors, all numbers are finite, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -41,7 +41,7 @@ class Gpu(Strict):
     # the same for causal attention with heads of 128, in the best kernel for the GPU
     attention_efficiency: float = Field(default=0.5, gt=0, le=1)
     flash_efficiency: float = Field(default=0.5, gt=0, le=1)  # the same in FlashAttention-2's kernel
-    architecture: str | None = None  # what compilers call it (``sm_80``, ``gfx942``); none where it is not known
+    architecture: str | None = None  # compiler's name (``sm_80``, ``gfx942``); None if unknown
     # PyTorch's indexes of wheels with kernels for it (``cu126``, ``cu130``, ``rocm``)
     torch_builds: tuple[str, ...] = ()
     # whether NVIDIA's Transformer Engine runs on it (compute capability >= 8.0); none: where FlashAttention-2 does
@@ -85,14 +85,14 @@ class Gpu(Strict):
 
 
 def common_builds(gpus: Mapping[str, Gpu]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """The builds of PyTorch that all kinds have kernels in, newest first, and those of each kind that is known."""
+    """Returns the builds of PyTorch with kernels for all kinds, newest first, and those of each known kind."""
     known = {name: gpu.torch_builds for name, gpu in gpus.items() if gpu.torch_builds}
     common = set.intersection(*map(set, known.values())) if known else set()
     return sorted(common, reverse=True), known
 
 
 def data(file: str) -> Any:
-    """The value in a file of the planner's own data."""
+    """Returns the content of one of the planner's data files."""
     text = resources.files(__package__).joinpath("data", file).read_text("utf-8")
     return json.loads(text) if file.endswith(".json") else parse_yaml(text, file)
 

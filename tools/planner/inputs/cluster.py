@@ -1,4 +1,4 @@
-"""The cluster file: which nodes there are, where, how they are connected and what they cost."""
+"""The cluster file: nodes, their places, networks and prices."""
 
 import os
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
 
 MAX_GPUS = MAX_DEVICES
 MAX_GROUPS = 256
-MAX_LINKS = 10_000  # bounds of a cluster file: beyond them a search would not end in any time that people wait
+MAX_LINKS = 10_000  # bounds of a cluster file: a search beyond them takes too long
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _in_bytes(value: float) -> float:
-    """A bandwidth that is not written in megabytes, gigabytes or bits with a prefix."""
+    """Returns a bandwidth in bytes per second; refuses values that look like megabytes, gigabytes or bits."""
     if value < 1e5:
         raise ValueError("is in bytes per second, and no link is as slow. 100 Gbit/s is 12.5e9, and 25 GB/s is 25e9")
     return value
@@ -40,7 +40,7 @@ Name = Annotated[str, AfterValidator(_as_name)]
 
 
 class SlurmSettings(Strict):
-    """Holds what Slurm is asked for nodes of this kind."""
+    """Slurm options for nodes of this kind."""
 
     # partition, constraint, account, gres, qos, reservation, licenses, mem: values of Slurm's options; ``gres`` without
     # its number, ``mem`` per node
@@ -52,7 +52,7 @@ class SlurmSettings(Strict):
     reservation: str | None = None
     licenses: str | None = None
     mem: str | None = None
-    # whether the job has its nodes for itself; None: where it uses all GPUs of nodes whose cores are not known
+    # whether the job has its nodes for itself; None: if it uses all GPUs of nodes whose cores are not known
     exclusive: bool | None = None
     cpus: int | None = Field(default=None, ge=1, le=4096)  # cores of a node; None: not known
 
@@ -71,14 +71,14 @@ class SlurmSettings(Strict):
 
 
 class KubernetesSettings(Strict):
-    """Holds where Kubernetes finds nodes of this kind: their labels, and what it calls their GPUs."""
+    """Kubernetes settings of nodes of this kind: their labels, and the resource name of their GPUs."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
     resource: str = Field(default="nvidia.com/gpu", min_length=1, max_length=200)
 
 
 class SkypilotSettings(Strict):
-    """Holds where SkyPilot finds nodes of this kind: its name of the GPU, cloud and region, spot machines."""
+    """SkyPilot settings of nodes of this kind: name of the GPU, cloud and region, spot machines."""
 
     accelerators: str = ""
     infra: str = ""
@@ -104,8 +104,8 @@ class NodeGroup(Strict):
     host_bytes_per_s: Rate | None = None
     # what one GPU alone reaches over the network, when less than the node
     stream_bytes_per_s: Rate | None = None
-    # measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: what so many GPUs of a node
-    # reach together when each sends messages of this size
+    # measured bandwidths to an equal node, ``(streams, message bytes, bytes per second)``: the total of that many GPUs
+    # of a node when each sends messages of this size
     measured_rates: tuple[MeasuredRate, ...] = Field(default=(), max_length=1000)
     network_latency_s: float = Field(default=20e-6, ge=0)  # latency between two nodes of the same zone
     # what one rank's collectives reach over the network, when known to be less than its share of the network (software
@@ -113,7 +113,7 @@ class NodeGroup(Strict):
     collective_bytes_per_s: Rate | None = None
     intra_node_bytes_per_s: Rate | None = None  # overrides the catalog's figure
     usd_per_gpu_hour: float | None = Field(default=None, ge=0)  # price; overrides the catalog's
-    # how often a node is taken away or fails; ``rent`` reckons with it
+    # interruptions and failures of a node per day, for ``rent``
     interruptions_per_day: float = Field(default=0.0, ge=0, le=86400)
     max_gpus: int | None = Field(default=None, ge=0)  # quota in GPUs, when less than ``count * gpus_per_node``
     hosts: tuple[str, ...] = ()  # host names, for generated scripts; ``node[01-04]`` stands for four
@@ -148,18 +148,18 @@ class NodeGroup(Strict):
         return self
 
     def cores(self, ranks: int) -> int:
-        """Cores for so many ranks of a node, which share them; 0: unknown."""
+        """Returns the cores for a number of ranks of a node, which share its cores; 0: unknown."""
         return (self.slurm.cpus or 0) * ranks // self.gpus_per_node
 
     def shares_nodes_with(self, other: "NodeGroup") -> bool:
-        """Whether both are GPUs of the same nodes."""
+        """Whether both groups are GPUs of the same nodes."""
         return bool(self.shared_node) and self.shared_node == other.shared_node
 
     def measured_rate(self, streams: int, size: float) -> float:
-        """Bytes per second of so many streams with messages of ``size`` bytes, from ``measured_rates``.
+        """Bytes per second of a number of streams with messages of ``size`` bytes, from ``measured_rates``.
 
         Rates are interpolated over the logarithm of the size; beyond the measured sizes the nearest counts.  For
-        the streams, the nearest smaller number that was measured counts, in proportion for none smaller.
+        the streams, the nearest smaller measured number is used; below the smallest, the rate in proportion.
         """
         counts = sorted({n for n, _, _ in self.measured_rates})
         count = max((n for n in counts if n <= streams), default=counts[0])
@@ -225,7 +225,7 @@ class Cluster(Strict):
         return self
 
     def gpu(self, name: str) -> Gpu:
-        """The figures of a GPU kind."""
+        """Returns the catalog entry of a kind of GPU."""
         return find_gpu(name, self.gpus, self.name, "gpu")
 
     @property
@@ -234,7 +234,7 @@ class Cluster(Strict):
         return sum(n.quota for n in self.nodes)
 
     def place(self, node: NodeGroup) -> str:
-        """The kind of a group's GPUs, with the zone where the cluster has several."""
+        """Returns the kind of a group's GPUs, with the zone if the cluster has several."""
         return node.gpu + (f" ({node.zone})" if len({n.zone for n in self.nodes}) > 1 else "")
 
     def vendors_problem(self, pools: Iterable[int]) -> str:
@@ -245,7 +245,7 @@ class Cluster(Strict):
         return problem if len(self.of_vendors(used)) > 1 else ""
 
     def of_vendors(self, pools: Iterable[int]) -> list[list[int]]:
-        """The groups of each vendor among these; one whose vendor is not known goes with any."""
+        """Returns the groups by vendor; a group of unknown vendor is added to each."""
         builds = {pool: self.gpu(self.nodes[pool].gpu).torch_builds for pool in pools}
         vendors = sorted({"rocm" in names for names in builds.values() if names})
         return [[p for p, names in builds.items() if not names or ("rocm" in names) == rocm] for rocm in vendors]
@@ -297,7 +297,7 @@ def cluster_from_document(document: Any, file: str) -> Cluster:
 
 
 class GpusOfNode(Strict):
-    """GPUs of one kind in nodes of several kinds: an entry of ``gpus`` of a node group."""
+    """An entry of ``gpus`` of a node group: GPUs of one kind in nodes with several kinds."""
 
     type: str
     # How many of them a node has.  Entries follow each other as devices do on the PCI bus.
@@ -311,13 +311,13 @@ class GpusOfNode(Strict):
 
 
 _OF_WHOLE_NODE = ("network_bytes_per_s", "host_memory_bytes")
-"""What the kinds of a node share, each by its number of GPUs."""
+"""Fields of a node that are divided among its kinds by their number of GPUs."""
 
 
 def single_kinds(groups: Any, file: str) -> tuple[Any, list[str]]:
-    """Groups of a single kind each, and where in the file each says its kind.
+    """Returns groups of a single kind each, and the key of each kind in the file.
 
-    The first kind of mixed nodes takes the place of their group, so that errors name the right entry; the other kinds
+    The first kind of mixed nodes replaces their group, so that errors name the right entry; the other kinds
     come after all groups.
 
     Raises:
@@ -379,7 +379,7 @@ def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[s
 
 
 def _check_shared_nodes(cluster: Cluster, file: str) -> None:
-    """Groups of the same nodes are of different kinds and devices, under the same names."""
+    """Check that groups of the same nodes have different kinds and devices, and the same hosts."""
     for i, first in enumerate(cluster.nodes):
         for k, second in enumerate(cluster.nodes[:i] if first.shared_node else ()):
             if not first.shares_nodes_with(second):
@@ -394,7 +394,7 @@ def _check_shared_nodes(cluster: Cluster, file: str) -> None:
 
 
 def _check_links(cluster: Cluster, file: str) -> None:
-    """Links name places that exist, and every pair of regions has one (else nodes cannot reach each other)."""
+    """Check that links name existing places, and that every pair of regions has one."""
     places = {n.zone for n in cluster.nodes} | {n.where for n in cluster.nodes}
     for i, link in enumerate(cluster.links):
         for end in link.between:

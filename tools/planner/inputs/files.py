@@ -1,4 +1,4 @@
-"""Files, read and written with the planner's error under the limits of ``megatron_het.safe_io``, and names in them."""
+"""Reading and writing of files under the limits of ``megatron_het.safe_io``, with PlannerErrors; names in files."""
 
 import ipaddress
 import os
@@ -33,7 +33,7 @@ _HOSTS = re.compile(r"(?P<head>[^\[\]]*)\[(?P<ranges>[0-9,-]{1,1000})\](?P<tail>
 
 
 def host_problem(name: str) -> str:
-    """Why a text is no host name or address (RFC 1123; underscores are allowed); empty when it is one."""
+    """Returns why a text is no host name or address (RFC 1123; underscores are allowed); empty if it is one."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -119,14 +119,14 @@ def is_feature(text: str) -> bool:
 
 
 def text_problem(text: str, most: int = _MOST) -> str:
-    """Why a text cannot be a name that people choose: one short line of characters that can be shown."""
+    """Returns why a text is no valid name (one short line of printable characters); empty if it is."""
     if len(text) > most:
         return f"longer than {most} characters"
     return "" if text.isprintable() else "holds control characters"
 
 
 def folder_problem(path: str) -> str:
-    """Why a folder cannot be that of a run; Slurm gives ``%`` and ``\\`` in names of files a meaning."""
+    """Returns why a folder cannot be that of a run; Slurm interprets ``%`` and ``\\`` in file names."""
     if not path.startswith("/"):
         return "must be an absolute path: nodes start elsewhere"
     if bad := next((c for c in "%\\" if c in path), ""):
@@ -179,7 +179,7 @@ def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
-    """Before long work: whether a file can be written there. Raises PlannerError."""
+    """Check before long work that a file can be written there; raises PlannerError."""
     with _as_planner_error(option=option, path=path):
         untrusted.check_target(path, endings)
 
@@ -199,19 +199,19 @@ _OUTPUTS: dict[str, dict[str, tuple[bytes, ...]]] = {
     "profile": {"out": (b'"megatron_het.profile"',)},
 }
 _EMITTED = {"plan.json": _PLAN, "args.sh": (b"Megatron arguments of plan",)}
-WRITING = frozenset({*_OUTPUTS, "emit"})  # commands that write files which somebody names
+WRITING = frozenset({*_OUTPUTS, "emit"})  # commands whose output files are options
 
 
 def check_outputs(command: str, options: Any) -> None:
-    """Before anything is read: no file that a command writes replaces one that it reads, or one of another kind.
+    """Check that no output file of a command replaces one of its input files, or a file of another kind.
 
     Raises:
-        PlannerError: Such a file is there, and ``--force`` was not given.
+        PlannerError: Such a file exists, and ``--force`` was not given.
     """
     if command not in WRITING or options.force:
         return
     given = [getattr(options, name, None) for name in _INPUTS]
-    # What replay calls a trace is a list of times that it reads.
+    # The trace of ``replay`` is an input file.
     given += [options.trace] if command == "replay" else []
     inputs = [path for value in given for path in (value if isinstance(value, list) else [value]) if path]
     inputs += [os.path.join(options.model, "config.json")] if getattr(options, "model", None) else []
@@ -221,7 +221,7 @@ def check_outputs(command: str, options: Any) -> None:
     for option, path, marks in targets:
         if path and str(path) not in ("", "-"):
             try:
-                # A picture in text has no mark.
+                # A picture as text has no signature.
                 is_text = option == "--picture" and str(path).endswith(".txt")
                 untrusted.check_replaces(path, inputs, () if is_text else marks)
             except untrusted.FileError as error:

@@ -1,4 +1,4 @@
-"""The model file: the shape of a decoder-only transformer, its batch and its numerics, and what they imply."""
+"""The model file: shape, batch and numerics of a decoder-only transformer, and quantities derived from them."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ _TRAVELS = 0.3
 
 
 def kinds_of(layers: str) -> tuple[tuple[str, int], ...]:
-    """Layers counted by their symbols."""
+    """Returns the number of layers by symbol."""
     return tuple((kind, layers.count(kind)) for kind in sorted(set(layers)))
 
 
@@ -66,7 +66,7 @@ class Model(BaseModel):
     delta_net: model_parts.DeltaNet | None = None
     # Megatron trains both with TP under sequence parallelism only.
     sequence_parallel: bool = Field(default_factory=lambda given: bool(given.get("experts") or given.get("delta_net")))
-    recompute: tuple[Recompute, ...] = ("none", "full")  # what may run again; what saves most comes last
+    recompute: tuple[Recompute, ...] = ("none", "full")  # allowed recomputation, in ascending order of memory saved
     # ``flash`` where GPU and precision (fp16, bf16) have it, else unfused; ``unfused`` everywhere; or ``fused``
     # everywhere
     attention: Literal["flash", "unfused", "fused"] = "flash"
@@ -118,7 +118,7 @@ class Model(BaseModel):
 
     @cached_property
     def kinds(self) -> tuple[tuple[str, int], ...]:
-        """Layers by kind; empty where all are alike."""
+        """Returns the number of layers by kind; empty if all are alike."""
         return kinds_of(schema.layers_of(self.pattern))
 
     @cached_property
@@ -126,7 +126,7 @@ class Model(BaseModel):
         return {}
 
     def of_kind(self, symbol: str) -> "Model":
-        """The model of one layer of a kind: what that kind lacks has no size."""
+        """Returns the model with layers of one kind only: parts that this kind lacks have size 0."""
         if symbol not in self._alone:
             values = {name: getattr(self, name) for name in type(self).model_fields}
             values |= {"pattern": "", "num_layers": 1, "mtp_num_layers": 0}
@@ -170,7 +170,7 @@ class Model(BaseModel):
 
     @property
     def not_run(self) -> list[str]:
-        """Fields of this model that are priced, but that no run with a plan has yet."""
+        """Returns the fields of this model that are priced but not supported by the runtime."""
         has_pattern = "window-attn-skip-freq" in self.flags or self.window_period is not None
         parts = ["attention_window"] if self.attention_window is not None and not has_pattern else []
         parts += ["fp4"] if self.fp4 else []
@@ -180,7 +180,7 @@ class Model(BaseModel):
 
     @property
     def notes(self) -> list[str]:
-        """Returns what people should know of the file that the model was read from, one line each."""
+        """Returns notes on the file from which the model was read, one line each."""
         found = []
         if self.flags:
             found.append(f"flags of the model: {' '.join(model_parts.flag_words(self.flags))}")
@@ -195,7 +195,7 @@ class Model(BaseModel):
 
     @property
     def window_period(self) -> int | None:
-        """Every so many layers one sees all keys, 0 if none does; None where the share of layers does not say which."""
+        """Returns n if every n-th layer has no window, 0 if none; None if the share of layers fits no period."""
         if self.windowed_layers == 1:
             return 0
         period = round(1 / (1 - self.windowed_layers))
@@ -223,7 +223,7 @@ class Model(BaseModel):
 
     @property
     def linear_precision(self) -> Format:
-        """Returns what linear layers compute in."""
+        """Returns the format in which linear layers compute."""
         return "fp4" if self.fp4 else "fp8" if self.fp8 else self.precision
 
     @property
@@ -265,7 +265,7 @@ class Model(BaseModel):
         return total
 
     def first_layers(self, tp: int, ep: int, expert_tp: int) -> tuple[int, float]:
-        """How many layers at the start have no experts, and how many parameters each has fewer than the others."""
+        """Returns the number of leading dense layers, and how many parameters fewer than the others each has."""
         x = self.experts
         if x is None or not x.dense_at_start:
             return 0, 0.0
@@ -291,7 +291,7 @@ class Model(BaseModel):
         return self.attention_size * (2 if self.flags.get("attention-output-gate") else 1)
 
     def _attention_parameters(self) -> int:
-        """Returns the parameters of the projections of attention, or of what stands in its place."""
+        """Returns the parameters of the projections of attention, or of the layer that replaces it."""
         h, x = self.hidden_size, self.latent
         if self.recurrent is not None:
             return h * (self.recurrent.projected + self.recurrent.inner)
@@ -371,7 +371,7 @@ class Model(BaseModel):
 
     @cached_property
     def attention_share(self) -> float:
-        """Returns what documents leave of the attention of whole sequences."""
+        """Returns the attention inside documents as a share of that of whole sequences."""
         if self.document_lengths is None:
             return 1.0
         window = self.attention_window, self.windowed_layers
@@ -384,7 +384,7 @@ class Model(BaseModel):
         return not self.mtp_num_layers
 
     def shared(self, cp: int, slices: int, *, cut: bool = False) -> model_parts.Shared:
-        """Returns what context-parallel ranks have to do with each other, averaged over layers.
+        """Returns the exchange of queries between context-parallel ranks, averaged over layers.
 
         Args:
             cut: Whether documents are cut by places, also where they had better be whole.
@@ -435,7 +435,7 @@ class Model(BaseModel):
 
     @property
     def profiled(self) -> ProfiledModel:
-        """Returns what ``profile`` measures of it.
+        """Returns the part of the model that ``profile`` measures.
 
         Raises:
             PlannerError: A hybrid model with layers that are not measured.
