@@ -1,7 +1,7 @@
-"""Attention libraries that need a GPU, stood in for by exact arithmetic with the same signatures.
+"""Stand-ins for attention libraries that need a GPU: exact arithmetic with the same signatures.
 
 :func:`stand_ins` are the modules that ``megatron_het.attention.kernels`` looks for.  :func:`observe` is the ``setup``
-of a job (``testing.runner``) whose slices go through Transformer Engine's calls.  The stand-ins insist on layouts
+of a job (``testing.runner``) whose slices use Transformer Engine's calls.  The stand-ins check layouts
 and types as the libraries do.
 """
 
@@ -23,7 +23,7 @@ def attend(tensors: Sequence[torch.Tensor], sides: tuple[int, int], scale: float
 
     Args:
         tensors: Queries ``[b, h, s, d]``, keys and values ``[b, groups, keys, d]``.
-        sides: Keys that a query sees before its own, and after it; -1 for all.  Queries are the last of the keys.
+        sides: Window of keys before and after a query's own; -1 for all.  Queries have the last positions of the keys.
         scale: Factor of the scores.
     """
     q, k, v = tensors
@@ -77,7 +77,7 @@ def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 class TransformerEngine(ModuleType):
     """``transformer_engine.pytorch.cpp_extensions.fused_attn`` of Transformer Engine 2.15 and later.
 
-    Its functions have more parameters; a call that gives one of those is an error here, as nothing would heed it.
+    Its functions have more parameters; a call with one of those is an error here, because it would be ignored.
     """
 
     TORCH_DType = {"kBFloat16": torch.bfloat16, "kFloat32": torch.float32, "kFloat64": torch.float64}  # noqa: RUF012
@@ -164,7 +164,7 @@ def _check(
     mask: str,
     window: tuple[int, int],
 ) -> None:
-    """What cuDNN's kernels want of a call."""
+    """Check the requirements of cuDNN's kernels for a call."""
     q, k, *_ = tensors
     queries, keys, cu_q, cu_k = lengths
     assert layout == "sbhd_sbhd_sbhd" and all(t.is_contiguous() for t in tensors) and backend == 1
@@ -224,7 +224,7 @@ class FlashAttention3(ModuleType):
 
 
 def stand_ins() -> dict[str, ModuleType]:
-    """The stand-ins by the names of the modules where kernels look for the libraries."""
+    """Returns the stand-ins by the module names that the kernels import."""
     from megatron_het.attention.kernels import TransformerEngineFused
 
     found = ((TransformerEngineFused.module, TransformerEngine), ("flash_attn_interface", FlashAttention3))
@@ -232,7 +232,7 @@ def stand_ins() -> dict[str, ModuleType]:
 
 
 def observe(*, rank: int, out: str, **options: Any) -> None:
-    """As ``testing.probe.observe``, with slices that go through Transformer Engine's calls (a ``Job.setup``).
+    """Run ``testing.probe.observe`` with slices that use Transformer Engine's calls (a ``Job.setup``).
 
     ``joined-<rank>`` in the folder says that a slice and those before it were one call of the forward.
     """

@@ -1,7 +1,7 @@
 """Small models under many plans: the cases of the parity benchmark and of the functional tests.
 
 A case is a plan and a few options.  Its reference is stock Megatron in one process, started from the
-same checkpoint; cases that do the same mathematics share a reference.
+same checkpoint; mathematically equal cases share a reference.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ def pairwise(
     Args:
         parameters: Values of each parameter.
         is_valid: Whether a complete row can be run.
-        rng: Source of chance.
+        rng: Random generator.
         tries: Random rows that are tried for a pair before it counts as impossible.
 
     Returns:
-        The rows, and the pairs of which no valid row was found.
+        The rows, and the pairs without a valid row.
     """
     names = list(parameters)
     uncovered = {
@@ -122,8 +122,8 @@ def plain_flags(model: Any, vocabulary: int, microbatches: int, iterations: int)
 
     Args:
         model: Has the names of a :class:`ModelShape`.
-        vocabulary: Words that its tokenizer knows.
-        microbatches: Of an iteration.
+        vocabulary: Size of its tokenizer's vocabulary.
+        microbatches: Number per iteration.
     """
     ffn = "" if model.ffn_hidden_size is None else f"--ffn-hidden-size {model.ffn_hidden_size}"
     return words(
@@ -140,7 +140,7 @@ def plain_flags(model: Any, vocabulary: int, microbatches: int, iterations: int)
 
 
 def platform_words(*, is_cuda: bool) -> list[str]:
-    """What a training on such a device needs of Megatron's flags."""
+    """Returns the options of Megatron that a training on a device needs, as words of a command line."""
     from megatron_het.device import platform_flags
 
     return [word for flag in platform_flags(is_cuda=is_cuda) for word in flag.words]
@@ -157,7 +157,7 @@ def machine_flags(device: Device = "cpu", *, has_te: bool = False) -> tuple[str,
 
 @dataclass(frozen=True)
 class Weights:
-    """Holds what the weights of a model depend on."""
+    """Key of a checkpoint: the fields on which a model's initial weights depend."""
 
     precision: str = "fp32"
     tied: bool = False
@@ -169,7 +169,7 @@ class Weights:
 
 
 def recompute_some(plan: Plan) -> Plan:
-    """A plan with full recomputation, in which every second stage runs some layers of its chunks again only."""
+    """Returns a plan with full recomputation in which every second stage recomputes only some layers of its chunks."""
     stages = list(plan.stages)
     for s in range(0, len(stages) if plan.training.recompute == "full" else 0, 2):
         again = tuple((s + c + 1) % (n + 1) for c, n in enumerate(stages[s].layers))
@@ -194,20 +194,20 @@ class Case:
 
     @property
     def weights(self) -> Weights:
-        """Cases with equal ones start from one checkpoint."""
+        """Key of the initial weights: cases with equal keys start from one checkpoint."""
         model = self.plan.model
         return Weights(self.plan.training.precision, model.tied_embeddings, model.num_layers, self.family)
 
     @property
     def reference(self) -> tuple[Weights, float, tuple[str, ...]]:
-        """Cases with equal ones must train alike."""
+        """Key of the reference: cases with equal keys must give the same training."""
         return self.weights, self.clip, self.extra
 
     def plan_flags(self, device: Device = "cpu") -> tuple[str, ...]:
-        """Flags of the run under the plan that the reference has not.
+        """Flags of the run under the plan only, not of its reference.
 
         Args:
-            device: What ranks compute on; on GPUs NCCL moves what gloo does on a CPU.
+            device: Device of the ranks; GPUs use NCCL where a CPU uses gloo.
         """
         transport = "nccl" if device == "cuda" and self.transport == "gloo" else self.transport
         flags = ["--het-transport", transport, *self.own]
@@ -296,7 +296,7 @@ PARAMETERS: dict[str, Sequence[Any]] = {
 
 
 def tp_sizes(row: Row) -> list[list[int]] | None:
-    """TP size of every replica of every stage, or None when the row asks for the impossible."""
+    """Returns the TP size of every replica of every stage, or None for an impossible row."""
     stages, tp = row["stages"], row["tp"]
     counts = {
         "one": [1] * stages,
@@ -330,7 +330,7 @@ def is_valid(row: Row) -> bool:
 
 
 def flags_fit(row: Row) -> bool:
-    """Whether a row's flags go with the rest of it."""
+    """Whether a row's flags can be combined with the rest of the row."""
     if row["flags"] in ("sgd", "muon"):
         return not row["distributed_optimizer"]
     return row["flags"] != "gathered late" or (row["distributed_optimizer"] and row["overlap"])
@@ -470,7 +470,7 @@ def random_case(name: str, rng: random.Random) -> Case:
 
 
 def with_schedule[C: Case](case: C, name: str, chunks: int, parameters: dict[str, Any]) -> C:
-    """The same case under another schedule, with as many layers in each chunk as in the stage."""
+    """Returns the case under another schedule, with as many layers in each chunk as the stage had."""
     stages = tuple(replace(s, layers=s.layers * chunks) for s in case.plan.stages)
     model = replace(case.plan.model, num_layers=case.plan.model.num_layers * chunks)
     plan = replace(case.plan, model=model, stages=stages, schedule=ScheduleSpec(name, parameters))

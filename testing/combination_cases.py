@@ -1,7 +1,7 @@
 """Plans that combine features: one for any pair of them, and few that cover all pairs.
 
-A row says of every parameter which value it has; values other than the first are features.  ``pair_row`` has a pair
-and what the pair needs besides, ``covering_rows`` fills rows with further features as long as no check refuses them.
+A row maps every parameter to a value; values other than the first are features.  ``pair_row`` has a pair
+and its requirements, ``covering_rows`` fills rows with further features as long as no check refuses them.
 """
 
 import itertools
@@ -69,7 +69,7 @@ def title(feature: Feature) -> str:
 
 
 def schedules_of(feature: Feature) -> tuple[str, ...]:
-    """Schedules that a feature is, or is a part of; all where it is of none."""
+    """Returns the schedules that have a feature; all if it depends on none."""
     name, value = feature
     if name == "schedule":
         return (value,)
@@ -80,7 +80,7 @@ def schedules_of(feature: Feature) -> tuple[str, ...]:
 
 
 def needs(feature: Feature) -> Row:
-    """Returns what else a feature asks for; the schedule is one that it goes with."""
+    """Returns the requirements of a feature under a schedule that supports it."""
     name, value = feature
     if name == "chunks":
         return {"schedule": _OF_SEVERAL_CHUNKS[0]}
@@ -126,7 +126,7 @@ def tp_sizes(row: Row) -> list[list[int]]:
     if (row["routing"] == "uneven" or row["cp"] == "different") and len(last) == 1:
         last = last * 2
     elif len(last) == 1 and (row["distributed_optimizer"] or row["overlap"] != "none"):
-        first, last = first * 2, last * 2  # there is something to reduce
+        first, last = first * 2, last * 2  # so that there are gradients to reduce
     if row["context_exchange"] and len(first) < len(last):
         first = first * len(last)  # replicas are separate pipelines
     sizes = [first, last]
@@ -201,7 +201,7 @@ def case_of(row: Row, name: str, seed: int) -> Case:
 
 
 def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Every microbatch stays with one replica number, which the context exchange asks for."""
+    """Route every microbatch to one replica number in all stages, as the context exchange requires."""
     replicas = stages[0].replicas
     found = []
     for stage in stages:
@@ -236,7 +236,7 @@ def _shifted(stage: Any) -> Any:
 
 
 def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list[Row]:
-    """Rows that hold all wanted pairs, and none of the refused ones."""
+    """Returns rows with all wanted pairs and without refused ones."""
     rng = random.Random(seed)
     left, rows = list(wanted), []
     bad = {frozenset(pair) for pair in refused}
@@ -261,7 +261,7 @@ def covering_rows(wanted: Iterable[Pair], refused: set[Pair], seed: int) -> list
 
 
 def _goes_with(feature: Feature, row: Row) -> bool:
-    """Whether a row has what a feature asks for."""
+    """Whether a row meets the requirements of a feature."""
     others = {name: value for name, value in needs(feature).items() if name != "schedule"}
     return row["schedule"] in schedules_of(feature) and others.items() <= row.items()
 

@@ -17,7 +17,7 @@ _VOCABULARY = ("output_layer.weight", "embedding.word_embeddings.weight")
 _EXPERTS = ".experts."
 Arrays = dict[str, np.ndarray]
 BAR = 1e-5  # bound on what differs on a CPU in fp32
-# In bf16: what sums over TP ranks and stages differ by when they round elsewhere; tensors that are mixed up differ by
+# In bf16: rounding differences of sums over TP ranks and stages; tensors that are mixed up differ by
 # about 1.  On a GPU: kernels of other shapes round otherwise, and a run is of other kernels than its reference.
 BOUNDS: dict[Device, dict[str, dict[str, float]]] = {
     "cpu": {
@@ -71,7 +71,7 @@ def failures(entries: Sequence[Mapping[str, Any]], device: Device = "cpu") -> li
 
 
 def reference_losses(folder: Path) -> dict[str, list[float]]:
-    """Returns what the probe of a one-process run wrote."""
+    """Returns the losses that the probe of a one-process run wrote."""
     return json.loads((folder / "losses-0.json").read_text(encoding="utf-8"))
 
 
@@ -79,7 +79,7 @@ def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | Non
     """Of the gradient norm of the first step and of later ones, NaN without clipping; all ranks must agree.
 
     Raises:
-        ComparisonError: Ranks know different norms, or one of the two runs skipped a step that the other made.
+        ComparisonError: Ranks have different norms, or one of the two runs skipped a step that the other made.
     """
     expected = json.loads((reference / "norms-0.json").read_text(encoding="utf-8"))[:steps]
     found = [json.loads((folder / f"norms-{r}.json").read_text(encoding="utf-8")) for r in range(plan.world_size)]
@@ -187,7 +187,7 @@ def compare(
         plan: Of the case.
         reference: Folder of the reference.
         gradients: Whether the case has kept its gradients; without, their difference is NaN.
-        steps: How many steps the case made, where the reference made more.
+        steps: Number of steps of the case, if the reference made more.
     """
     expected, found = reference_losses(reference), plan_losses(folder, plan)
     if steps is not None:

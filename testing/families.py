@@ -1,4 +1,4 @@
-"""Architectures of the small models: what decides which parameters there are and how they are used."""
+"""Architectures of the small models: the flags that determine parameters and their use."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ _UNTIED = "--untie-embeddings-and-output-weights"
 
 @functools.cache
 def printed(name: str, size: str) -> tuple[str, ...]:
-    """The words that a script prints."""
+    """Returns the words that a script prints."""
     command = ["bash", str(FOLDER / f"{name}.sh"), size]
     return words(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
 

@@ -1,4 +1,4 @@
-"""Looks into a training run from inside a rank process: losses, gradients, planned accidents.
+"""Observation of a training run inside a rank process: losses, gradients, injected faults.
 
 Nothing here belongs to the product.  The functions wrap what Megatron calls, stock or under a
 plan, before the training entry runs (``Job.setup``).
