@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -109,9 +109,9 @@ def refuse_yaml(words: list[str]) -> None:
             raise PlanError("--yaml-cfg", file, "cannot be used with a plan", "Give the options as flags")
 
 
-def exit_with(error: Exception) -> NoReturn:
-    """Exit on every rank; only the first one prints the error."""
-    if int(os.environ.get("RANK", "0")) == 0:
+def exit_with(error: Exception, speakers: Collection[int] = (0,)) -> NoReturn:
+    """Fail on every rank, with a message of those that speak for others with the same failure."""
+    if int(os.environ.get("RANK", "0")) in speakers:
         sys.stderr.write(f"megatron_het: {error}\n")
     raise SystemExit(2) from error
 
@@ -238,6 +238,14 @@ def _turn_of(plan: Plan) -> str:
     return f"the plan for a global batch size of {plan.training.global_batch_size}"
 
 
+def _speakers(plan: Plan, rank: int) -> set[int]:
+    """The first rank of the job and of each TP size, and this one where it is the first of its node."""
+    replicas = [replica for stage in plan.stages for replica in stage.replicas]
+    tp = next(replica.tp for replica in replicas if rank in replica.ranks)
+    first = min(replica.ranks[0] for replica in replicas if replica.tp == tp)
+    return {0, first, rank if os.environ.get("LOCAL_RANK", "0") == "0" else 0}
+
+
 def _validate_args_hook(
     config: HetConfig, device: Platform, session: HetSession, prepare: Callable[[Any], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -255,7 +263,7 @@ def _validate_args_hook(
                     raise problem
                 _check_platform(device, args)
             except PlanError as error:
-                exit_with(error)
+                exit_with(error, _speakers(plan, args.rank))
             _check_wandb(args)
             if getattr(args, "sequence_parallel", False) and not plan.training.sequence_parallel and args.rank == 0:
                 sys.stderr.write("megatron_het: --sequence-parallel is left out: the plan has TP 1 everywhere\n")
@@ -277,10 +285,11 @@ def _validate_args_hook(
                 megatron_args.check_skipping(plan, args)  # validation has read more iterations to skip from a file
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
-                exit_with(error)
+                exit_with(error, _speakers(plan, args.rank))
             except (AssertionError, ValueError) as error:  # an elastic job returns to its previous plan
                 why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-                exit_with(ValueError(f"Megatron refuses the flags under this plan: {why}"))
+                refusal = ValueError(f"Megatron refuses the flags under this plan: {why}")
+                exit_with(refusal, _speakers(plan, args.rank))
             megatron_args.apply_after_validation(plan, args)
             args.het_plan = config.plan_path
             return result

@@ -64,27 +64,19 @@ def flip(checkpoints: Path) -> None:
     path.write_bytes(data)
 
 
-def lose(checkpoints: Path) -> None:
-    data_file(checkpoints).unlink()
-
-
 def cut_description(checkpoints: Path) -> None:
     path = newest(checkpoints) / ".metadata"
     path.write_bytes(path.read_bytes()[:100])
 
 
-def empty_tracker(checkpoints: Path) -> None:
-    (checkpoints / TRACKER).write_text("")
-
-
 # name: (damage, iteration that is loaded, what rank 0 must say)
 DAMAGE: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "truncated": (truncate, 2, "bytes, at least"),
-    "missing file": (lose, 2, "__1_"),
+    "missing file": (lambda saved: data_file(saved).unlink(), 2, "__1_"),
     "flipped bytes": (flip, 2, "another checksum"),
     "truncated description": (cut_description, 2, ".metadata is not what was written"),
     "tracker ahead": (lambda saved: shutil.rmtree(newest(saved)), 2, "there is no iter_0000004"),
-    "empty tracker": (empty_tracker, 4, "names no iteration"),
+    "empty tracker": (lambda saved: (saved / TRACKER).open("w").close(), 4, "names no iteration"),
     "no tracker": (lambda saved: (saved / TRACKER).unlink(), 4, "is missing"),
 }
 FULL = {"missing file", "truncated description", "tracker ahead", "no tracker"}

@@ -269,15 +269,21 @@ def test_the_arguments_are_compared_with_the_programs_of_all_turns(monkeypatch: 
     assert found == ["the plan for a global batch size of 8: --flag = 8: does not fit the program"]
 
 
-def test_megatron_refuses_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """An elastic job goes back to the plan before, where its workers ended by an assertion."""
+@pytest.mark.parametrize(("rank", "local", "says"), [(0, 0, True), (1, 1, True), (2, 2, False), (3, 0, True)])
+def test_megatron_refuses_too(
+    rank: int, local: int, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An elastic job goes back to the plan before.  Ranks of another TP or node than the first said nothing."""
     monkeypatch.setattr(hooks, "argument_problems", lambda *_: [])
     monkeypatch.setattr(hooks.megatron_args, "apply_plan", lambda *_: 2)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
     nothing: Any = SimpleNamespace(is_cuda=False, unmet_flags=lambda _: [])
     refuse = Mock(side_effect=AssertionError("--one goes with --other"))
+    validate = hooks._validate_args_hook(HetConfig(of_mixed_tp()), nothing, nothing, lambda _: None)(refuse)
     with pytest.raises(SystemExit):
-        hooks._validate_args_hook(HetConfig(made()), nothing, nothing, lambda _: None)(refuse)(arguments())
-    assert "Megatron refuses the flags under this plan: --one goes with --other\n" in capsys.readouterr().err
+        validate(arguments(rank=rank))
+    assert ("Megatron refuses the flags under this plan: --one goes with" in capsys.readouterr().err) is says
 
 
 @pytest.mark.parametrize("transport", ["auto", "staged"])
