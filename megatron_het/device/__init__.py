@@ -4,8 +4,8 @@
 CUDA device it only stands in for Apex, where that is missing.  Without one it installs the CPU device support of
 :mod:`megatron_het.device.cpu`, with which Megatron trains over gloo.
 
-Everything else in the project asks the :class:`Platform` instead of testing for CUDA itself.  What a rank holds of a
-device's memory is measured in ``memory.py``.
+All other code of the project queries the :class:`Platform` instead of testing for CUDA itself.  ``memory.py`` measures
+a rank's memory on a device.
 """
 
 import functools
@@ -36,7 +36,7 @@ class Platform:
     """The kind of device this process computes on."""
 
     kind: Literal["cuda", "cpu"]  # ``"cuda"`` or ``"cpu"``
-    # whether a dry run stands for a CUDA device, with NCCL and fused kernels: on the CPU, or on a device of fake
+    # whether a dry run simulates a CUDA device, with NCCL and fused kernels: on the CPU, or on a device of fake
     # tensors
     plays_cuda: bool = False
 
@@ -77,7 +77,7 @@ class Platform:
             host_wait("a synchronisation with the device")
 
     def flags(self) -> "tuple[Flag, ...]":
-        """Megatron flags that this machine asks for, each with its reason."""
+        """Megatron flags that this machine needs, each with its reason."""
         return platform_flags(self.is_cuda, self.has_nccl, has_kernels=self.plays_cuda)
 
     def default_flags(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Platform:
         return unmet(self.flags(), args)
 
     def environment(self) -> Mapping[str, str]:
-        """Environment variables for rank processes on one machine, where they are not set yet."""
+        """Environment variables for rank processes on one machine, to be set unless they are set already."""
         common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
         return common if self.is_cuda else common | {"GLOO_SOCKET_IFNAME": "lo"}
 
@@ -97,15 +97,15 @@ class Platform:
 def share_devices(environment: MutableMapping[str, str], devices: int) -> str:
     """Prepare the environment of a rank process where several ranks of a host share a device; before NCCL starts.
 
-    NCCL refuses two ranks on one device, which it knows by host and bus.  With a host name of its own for every rank it
-    moves data by way of sockets.  What is set already stays.
+    NCCL refuses two ranks on one device, which it identifies by host and bus.  With a separate host name for every rank
+    it transfers over sockets.  Variables that are set already are not changed.
 
     Args:
-        environment: Of this process; changed in place.
-        devices: How many the process sees.
+        environment: Environment of this process; changed in place.
+        devices: Number of devices that the process sees.
 
     Returns:
-        What to tell the user; empty where ranks have devices of their own, or nobody knows.
+        A message for the user; empty if ranks have devices of their own, or this is unknown.
     """
     local_rank, ranks = (int(environment.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     told = any(name in environment for name in (SAME_DEVICES, "TORCHELASTIC_RUN_ID", "NCCL_HOSTID"))
@@ -154,10 +154,10 @@ def activate(*, plays_cuda: bool = False) -> Platform:
 
 
 def pretend(platform: Platform) -> None:
-    """Take this process for one on another device, before anything asks; for dry runs.
+    """Set the platform of this process for dry runs, before :func:`activate` is called.
 
     Args:
-        platform: What :func:`activate` is to return.
+        platform: The result of later calls of :func:`activate`.
 
     Raises:
         RuntimeError: The process has its platform already.
@@ -172,10 +172,10 @@ def is_active() -> bool:
     return bool(_ACTIVE)
 
 
-# The Megatron flags that a machine asks for, each with its reason.
+# The Megatron flags that a machine needs, each with its reason.
 #
-# Transformer Engine and Apex are used where they are installed; the absence of either is what asks for most
-# of the flags, on CPU and on GPU alike.
+# Transformer Engine and Apex are used if they are installed; most of the flags are needed because
+# one of them is missing, on CPU and on GPU.
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Flag:
 
     words: tuple[str, ...]  # the flag as words of a command line
     attribute: str  # its name in Megatron's parsed namespace
-    value: Any  # what the attribute is with the flag
+    value: Any  # value of the attribute with the flag
     reason: str  # why the flag is set
     required: bool = True  # whether Megatron fails without it; the others only avoid useless work
 
@@ -207,8 +207,8 @@ def platform_flags(is_cuda: bool, has_nccl: bool = False, has_kernels: bool = Fa
 
     Args:
         is_cuda: Whether the process computes on a CUDA device.
-        has_nccl: Whether the backend ``nccl`` moves its tensors all the same.
-        has_kernels: Whether something stands for the fused kernels of a GPU.
+        has_nccl: Whether the backend ``nccl`` moves its tensors, even without CUDA.
+        has_kernels: Whether the fused kernels of a GPU, or stand-ins, are available.
     """
     flags: list[Flag] = []
     if not is_cuda and not has_nccl:
@@ -248,7 +248,7 @@ APEX = "fused_weight_gradient_mlp_cuda"
 
 
 def provide_accumulation() -> None:
-    """Let Megatron find the extension, if it is not installed; before ``megatron.core`` is imported."""
+    """Provide Apex's extension for Megatron, if it is not installed; before ``megatron.core`` is imported."""
     if APEX in sys.modules or importlib.util.find_spec(APEX) is not None:
         return
     module = types.ModuleType(APEX)

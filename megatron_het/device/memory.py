@@ -1,4 +1,4 @@
-"""A meter of live tensor bytes, the same on CUDA and on CPU, and host memory for what leaves the device.
+"""A meter of live tensor bytes, the same on CUDA and on CPU, and host memory for offloaded tensors.
 
 On CUDA the meter reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
 the storages behind the tensors that operators return: views share a storage, in-place operators
@@ -55,11 +55,11 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def _take_peak(self) -> int:
-        """The peak since the last call, which starts the next peak at what lives now."""
+        """The peak since the last call; the next peak starts at the present live bytes."""
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Leaves out of the count what is allocated inside, however long it lives.  Not on CUDA.
+        """Context whose allocations are never counted.  Not on CUDA.
 
         Raises:
             NotImplementedError: The meter cannot tell one allocation from another.
@@ -75,7 +75,7 @@ class MemoryMeter(ABC):
         """Measure what runs inside.
 
         Args:
-            name: Under what the peak is kept in :attr:`peak_bytes`.
+            name: Key of the peak in :attr:`peak_bytes`.
 
         Yields:
             The visit, complete after the ``with`` block.
@@ -181,7 +181,7 @@ class Storages:
             self.ignores_new = before
 
     def see(self, tensor: torch.Tensor, *, new: bool) -> None:
-        """Take note of a tensor that an operator was given or has returned.
+        """Note a tensor that is an argument or a result of an operator.
 
         Args:
             tensor: The tensor; one without storage on the device is ignored.
@@ -217,7 +217,7 @@ class Storages:
             self.changed(key, before, size_bytes)
 
     def forget(self, key: int) -> None:
-        """A storage has died."""
+        """Note the end of a storage."""
         before = self._counted_bytes.pop(key) or 0
         self.live_bytes -= before
         if before:
@@ -255,7 +255,7 @@ class LimitedStorages(Storages):
 
 @contextlib.contextmanager
 def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
-    """An allocation beyond a limit fails with :class:`torch.OutOfMemoryError` inside.
+    """Context in which an allocation beyond a limit fails with :class:`torch.OutOfMemoryError`.
 
     Args:
         limit_bytes: Of all tensors that are made inside; on CUDA of all that torch holds.  0 for none.
@@ -275,7 +275,7 @@ def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def resizes_seen(storages: Storages) -> Iterator[None]:
-    """Storages are resized without an operator; show that too."""
+    """Context in which resizes of storages, which use no operator, are noted, too."""
     storage_type: Any = torch.UntypedStorage
     original = storage_type.resize_
 
@@ -340,7 +340,7 @@ def memory_meter(platform: Platform) -> MemoryMeter:
     return CudaMemoryMeter() if platform.is_cuda else CpuMemoryMeter()
 
 
-# Host memory for what leaves the device: pinned on CUDA; reused, so that pinning happens once.
+# Host memory for offloaded tensors: pinned on CUDA, and reused, so that it is pinned only once.
 #
 # On a CPU "host" memory is set apart from "device" memory: the memory meter does not count its blocks.
 
@@ -364,7 +364,7 @@ class HostPool:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Return a block; nothing may use it any more."""
+        """Return a block that is no longer used."""
         self.used_bytes -= block.nbytes
         self._free[block.nbytes].append(block)
 

@@ -190,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 f"error: {name} = {safe_io.shown(given, 80)} is no whole number: torchrun and srun set it\n"
             )
             return 2
-    # Launchers end all ranks when one has died; rank 0 then says who it was before it leaves.
+    # Launchers end all ranks when one has died; rank 0 then names that rank before it exits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

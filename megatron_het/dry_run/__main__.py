@@ -1,6 +1,6 @@
 """Dry runs of ranks: ``python -m megatron_het.dry_run --rank R --out FILE -- <Megatron's flags> --het-plan plan.json``.
 
-``het-plan dry-run`` starts this for the ranks that it asks for.  With ``--measured`` nothing is dry: the rank
+``het-plan dry-run`` starts this for its ranks.  With ``--measured`` the run is not dry: the rank
 takes part in a real run of two iterations, which the same tracker counts.
 """
 
@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stand_for(ranks: Sequence[int], flags: Sequence[str]) -> None:
-    """The environment that a launcher would give a rank; set before torch is imported.
+    """Set the environment variables that a launcher would set for a rank, before torch is imported.
 
     Raises:
-        SystemExit: Flags without a plan, or a rank that the plan does not have.
+        SystemExit: The flags have no plan, or the plan does not have the rank.
     """
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.plan import PlanError
@@ -129,7 +129,7 @@ def _end_with(parent: int) -> None:
 
 
 def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoReturn:
-    """The life of a forked process."""
+    """Runs a forked process to its end."""
     code = 1
     try:
         code = _one_rank(options, flags, rank)
@@ -145,7 +145,7 @@ def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoRe
 
 
 def _wait(child: int, rank: int, limit_s: float | None) -> int:
-    """Wait for a forked process, at most so long; returns its exit code."""
+    """Wait for a forked process, at most ``limit_s`` seconds; returns its exit code."""
     deadline_s = time.monotonic() + (limit_s or 1e9)
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)

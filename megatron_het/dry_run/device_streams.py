@@ -1,8 +1,8 @@
-"""Streams of a device that is not there: what runs on which, and whether every access comes after those it needs.
+"""Streams of a simulated device: which work runs on which stream, and whether dependent accesses are ordered.
 
-The stand-ins of :mod:`megatron_het.dry_run.stream_order` give the streams; this module adds those of NCCL.  A
-communicator has a stream of its own: an operation starts after what its caller's stream was given before, and
-``wait`` orders the stream that is current then after the operation.  NCCL keeps the tensors of an operation itself.
+The stand-ins of :mod:`megatron_het.dry_run.stream_order` are the streams; this module adds those of NCCL.  A
+communicator has a stream of its own: an operation starts after the earlier work of its caller's stream, and
+``wait`` orders the current stream after the operation.  NCCL keeps the tensors of an operation itself.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves
 from megatron_het.device import cpu
 from megatron_het.dry_run.stream_order import StreamOrder, line_of, stream_order
 
-# A CUDA device that is not there: fake tensors live on ``cuda:0``, and what mixes devices is an error.
+# A simulated CUDA device: fake tensors are on ``cuda:0``, and operators with tensors of several devices are errors.
 #
 # Python code sees tensors on ``cuda:0`` and tensors on the CPU.  torch's fake tensors check every operator: two devices
-# in one operator are refused, as on a GPU.  torch's C++ code believes that all of them are on the CPU, because its
-# autograd engine asks a real device about its streams.  So a device that C++ code names is not believed
-# (:class:`OneDevice`), and every function of Python that names a device says so before it goes there.
+# in one operator are refused, as on a GPU.  For torch's C++ code all of them are on the CPU, because its
+# autograd engine would query a real device for its streams.  So a device from C++ code is ignored
+# (:class:`OneDevice`), and every Python function with a device argument marks its call (:func:`named`).
 #
-# Nothing here is undone: the process is for one dry run.
+# The replacements are not undone: the process is for one dry run.
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,7 +42,7 @@ _PINNED: set[int] = set()  # storages of pinned memory, by address
 
 
 class _Named(threading.local):
-    """Whether a function of Python is at work that has chosen the device of what it makes."""
+    """Whether a Python function is running that has chosen the device of its result."""
 
     now = False
 
@@ -52,7 +52,7 @@ _NAMED = _Named()
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Devices are believed inside."""
+    """Context in which device arguments are used as given."""
     before, _NAMED.now = _NAMED.now, True
     try:
         yield
@@ -113,13 +113,13 @@ def _device_of_fake_tensors() -> None:
 
 
 def _device(value: Any) -> torch.device:
-    """Returns what a device, its name or its number means."""
+    """Returns the device for a device, its name or its number."""
     device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     return CUDA if device.type == "cuda" else device
 
 
 def _making(function: Callable[..., Any], like_self: bool = False) -> Callable[..., Any]:
-    """A factory whose device is believed, and whose pinned memory is remembered."""
+    """Wraps a factory function so that its device is used, and its pinned memory recorded."""
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _move(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False
 
 
 def _moves() -> None:
-    """``to``, ``type_as``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors."""
+    """Replace ``to``, ``type_as``, ``cuda``, ``cpu`` and ``pin_memory`` of tensors."""
     original = torch.Tensor.to
 
     @functools.wraps(original)
@@ -177,7 +177,7 @@ def _moves() -> None:
 
 
 def _loaders() -> None:
-    """Pins what a data loader gives, when the loader was told so."""
+    """Record the batches of data loaders with ``pin_memory`` as pinned."""
     loader: Any = torch.utils.data.DataLoader
     original = loader.__iter__
 
@@ -193,7 +193,7 @@ def _loaders() -> None:
 
 
 class OneDevice(TorchDispatchMode):
-    """Puts what C++ code makes where its tensors are; use inside of a ``FakeTensorMode``."""
+    """Puts results of C++ code on the device of its arguments; use inside of a ``FakeTensorMode``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,7 +206,7 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Where the host waits for the device: every such place is a gap in what the device is given to do.
+# Waits of the host for the device: each of them leaves a gap in the device's queue of work.
 #
 # A value that is read (``item()``), a shape that depends on values (``nonzero()``), a copy between device and host that
 # is not asynchronous, or whose host side is not pinned, ``synchronize()`` of the device, of a stream or of an event,
@@ -240,7 +240,7 @@ class HostWaits:
         self._counts.clear()
 
     def add(self, what: str) -> None:
-        """Count one wait of whoever called."""
+        """Count one wait at the caller's line of code."""
         self._counts[what, _caller(), self.during] += 1
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ class HostWaits:
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor of the dry run."""
+    """The innermost line of code outside of torch and the dry run."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -263,10 +263,10 @@ def _caller() -> str:
 
 
 class HostWatch(TorchDispatchMode):
-    """Tells of operators for which the host waits; use inside of a ``FakeTensorMode`` on ``cuda`` tensors.
+    """Counts operators for which the host waits; use inside of a ``FakeTensorMode`` on ``cuda`` tensors.
 
     Args:
-        waits: Whom to tell.
+        waits: Counts the waits.
         waited: Called when the host has waited for the current stream.
     """
 
@@ -304,7 +304,7 @@ class HostWatch(TorchDispatchMode):
 
 
 def _copy(source: torch.Tensor, device: torch.device, non_blocking: bool, target: torch.Tensor | None) -> str:
-    """Why the host waits for a copy; empty where it does not."""
+    """Why the host waits for a copy; empty if it does not."""
     if source.device.type == device.type:
         return ""
     if not non_blocking:
@@ -319,7 +319,7 @@ _READ_ONLY = {"send"}
 
 
 class _Work(dist.Work):
-    """An operation on a communicator's stream; ``clock`` is what has happened when it has ended."""
+    """An operation on a communicator's stream; ``clock`` is the stream's clock at its end."""
 
     def __init__(self, order: StreamOrder, clock: dict[int, int]) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Says that nothing has ended: an operation ends as late as it can."""
+        """Returns False: an operation ends as late as possible."""
         return False
 
 
@@ -345,7 +345,7 @@ class Communicators(TorchDispatchMode):
         self._works: list[_Work] = []
 
     def restart(self) -> None:
-        """Let go of the handles of operations that have ended."""
+        """Drop the handles of operations that have ended."""
         self._works.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -377,7 +377,7 @@ class Communicators(TorchDispatchMode):
         return (result[0], work.boxed()) if isinstance(result, tuple) else work.boxed()
 
     def _stream(self, name: str, named: dict[str, Any]) -> int:
-        """Transfers of a pair have a communicator of their own in each group, collectives that of the group."""
+        """The stream of an operation: each group has one per pair for transfers, and one for collectives."""
         group = dist.ProcessGroup.unbox(named["process_group"]).group_name
         peer = int(named.get("dst", named.get("src", -1))) if name in ("send", "recv_") else -1
         if (group, peer) not in self._streams:
@@ -397,7 +397,7 @@ def device_streams(waits: HostWaits, ignored: str = "") -> Iterator[tuple[Stream
     """Streams that check order, for fake tensors on a CUDA device.
 
     Args:
-        waits: Told of every wait of the host for a stream, an event or the device.
+        waits: Counts every wait of the host for a stream, an event or the device.
         ignored: See :func:`stream_order`.
     """
 

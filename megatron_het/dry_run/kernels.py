@@ -1,9 +1,9 @@
-"""Stand-ins for what a dry run has not: fused kernels of GPUs, routers of experts, and values of operators' results.
+"""Stand-ins for code that a dry run lacks: fused kernels of GPUs, routers of experts, and results of operators.
 
-Stand-ins of kernels allocate and keep what the kernels do, and compute nothing.
+Stand-ins of kernels allocate and save the same tensors as the kernels, and compute nothing.
 
-A laptop has no Transformer Engine, so Megatron would build its layers from single operations there, which keep several
-times as much for the backward pass.  What each kernel keeps:
+A laptop has no Transformer Engine, so Megatron would build its layers from single operations there, which save several
+times as much for the backward pass.  Tensors that each kernel saves:
 
 - attention (FlashAttention 2, section 3.1): queries, keys, values, output, and one fp32 number per query and head,
 - RMSNorm: its input and one fp32 number per token,
@@ -27,10 +27,10 @@ CountFlops = Callable[[float], None]
 
 
 def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
-    """Put the stand-ins where Megatron and torch look kernels up; after Megatron was imported.
+    """Replace the kernels of Megatron and torch by the stand-ins, after Megatron was imported.
 
     Args:
-        count: Told of the FLOPs of attention and of the gradients of weights.
+        count: Called with the FLOPs of attention and of the gradients of weights.
         attention: Whether attention of whole sequences is fused too; else Megatron's own keeps its matrices.
     """
     from megatron.core.fusions import fused_bias_swiglu
@@ -130,8 +130,8 @@ def _gated(both: Tensor) -> Tensor:
 
 # Layers of experts without values: every expert gets an equal share of the routed tokens.
 #
-# How many tokens an expert gets depends on the scores of the router.  A dry run has none, so it takes the balanced
-# case.  What a rank with all experts of a layer holds is the same in any other case, but for the temporaries of one
+# The number of tokens per expert depends on the scores of the router.  A dry run has none, so it assumes the balanced
+# case.  The memory of a rank with all experts of a layer is the same in any other case, except for temporaries of one
 # expert.
 
 
@@ -140,16 +140,16 @@ SELECT = torch.ops.aten.masked_select.default
 
 
 def check_experts(args: Any) -> int:
-    """Returns what of the layers of experts a dry run can tell.
+    """Refuses layers of experts whose sizes depend on values.
 
     Args:
         args: Megatron's arguments, as parsed.
 
     Returns:
-        How many experts a token is sent to; 0 without experts.
+        The number of experts per token; 0 without experts.
 
     Raises:
-        SystemExit: What is lost, padded or sent depends on values.
+        SystemExit: The numbers of dropped, padded or sent tokens depend on values.
     """
     if not args.num_experts:
         return 0
@@ -172,7 +172,7 @@ def check_experts(args: Any) -> int:
 
 
 def balance_experts() -> None:
-    """Have Megatron's dispatcher and experts divide what they get equally; after Megatron was imported."""
+    """Make Megatron's dispatcher and experts divide tokens equally, after Megatron was imported."""
     from megatron.core.transformer.moe import router, token_dispatcher
     from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -207,23 +207,23 @@ def balance_experts() -> None:
 
 
 def selected(arguments: tuple[Any, ...], top_k: int) -> Tensor:
-    """Returns what :data:`SELECT` gives: ``[tokens * top_k]`` of a ``[experts, tokens]`` mask.
+    """Returns a result of :data:`SELECT`: ``[tokens * top_k]`` from a ``[experts, tokens]`` mask.
 
     Args:
-        arguments: Of the operator: source and mask.
+        arguments: Arguments of the operator: source and mask.
     """
     source, mask = arguments
     return torch.empty(mask.shape[-1] * top_k, dtype=source.dtype, device=source.device)
 
 
 def equal_shares(tokens: int, parts: int) -> list[int]:
-    """How many tokens each part gets; the first parts get what is left over."""
+    """Number of tokens of each part; the first parts get one of the remaining tokens each."""
     share, rest = divmod(tokens, parts)
     return [share + (p < rest) for p in range(parts)]
 
 
 class _List(list[int]):
-    """Stands for a tensor of which only the values are asked."""
+    """Replaces a tensor of which only the values are read."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -237,12 +237,12 @@ class _Sizes(_List):
         self.counted = counted
 
 
-# Results of operators on fake tensors, remembered: the layers of a model ask for the same ones again and again.
+# A cache of operators' results on fake tensors, because the layers of a model repeat the same calls.
 #
-# What an operator returns depends on the shapes, strides and types of what it is given, because fake tensors have no
-# values.  PyTorch finds it out by running the operator on the ``meta`` device, and remembers it in a cache of its own,
-# which costs most of a dry run.  Here the second call with equal arguments only makes the tensors that the first one
-# returned: new ones, views of arguments, or the arguments themselves.
+# A result depends only on the shapes, strides and types of the arguments, because fake tensors have no
+# values.  PyTorch computes it by running the operator on the ``meta`` device, with a cache of its own,
+# which takes most of the time of a dry run.  Here a second call with equal arguments only creates the tensors that the
+# first one returned: new ones, views of arguments, or the arguments themselves.
 
 
 _PLAIN = (int, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -253,7 +253,7 @@ _CPU = torch.device("cpu")
 
 
 class _Unknown(Exception):
-    """An argument of which nothing can be remembered."""
+    """An argument with which results cannot be cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Holds what an operator did."""
+    """Cached result of an operator."""
 
     outputs: tuple[_Output, ...]
     kind: type | None  # ``tuple`` or ``list`` of them, ``None`` for a single one
@@ -307,7 +307,7 @@ class Remembered:
         return tuple(key), tensors
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Result | None:
-        """Returns what the operator did when it was called with equal arguments."""
+        """Returns the cached result of a call with equal arguments; None if there is none."""
         result = self._known.get(key)
         if result is not None:
             for output in result.outputs:
@@ -316,11 +316,11 @@ class Remembered:
         return result
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[Tensor], result: Any, flops: int) -> None:
-        """Remember a call, if what it returned can be made again.
+        """Cache a call, if its result can be created again.
 
         Args:
-            key, tensors: From :meth:`key`.
-            result: What the operator returned.
+            key, tensors: Results of :meth:`key`.
+            result: The operator's result.
         """
         kind = type(result) if isinstance(result, tuple | list) else None
         found: list[Tensor] = list(result) if isinstance(result, tuple | list) else [result]
@@ -337,7 +337,7 @@ class Remembered:
             self._known[key] = Result(tuple(outputs), kind, flops)
 
     def again(self, result: Result, tensors: Sequence[Tensor]) -> Any:
-        """Do what was remembered with the tensors of this call."""
+        """Create a cached result again, with the tensors of this call."""
         if result.kind is None:
             return self._tensor(result.outputs[0], tensors)
         made = [self._tensor(output, tensors) for output in result.outputs]
@@ -394,7 +394,7 @@ def _describe_one(value: Any, key: list[Any], tensors: list[Any]) -> None:
 
 
 def _output(tensor: Any, tensors: Sequence[Tensor]) -> _Output | None:
-    """How to make a tensor again; None where that is not known."""
+    """Describes how to create a tensor again; None if that is unknown."""
     for i, given in enumerate(tensors):
         if tensor is given:
             return _Output(given=i)

@@ -1,7 +1,7 @@
 """The run of one rank under a tracker, dry or real.
 
-In a dry run the rank is alone in its process: groups of ranks that are not there, and tensors without values.  Nothing
-of that is undone, because the process is for one dry run.
+In a dry run the rank is alone: its groups have absent ranks, and its tensors no values.  The replacements are not
+undone, because the process is for one dry run.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def train_alone(args: Any) -> None:
 
 
 def join_alone(rank: int, world_size: int, backend: str) -> None:
-    """Start ``torch.distributed`` alone in groups whose ``get_backend`` is that of the run that this one stands for."""
+    """Start ``torch.distributed`` on this rank alone, in groups with the ``get_backend`` of the simulated run."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
@@ -186,11 +186,11 @@ def _sent_at_once(isend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nothing(*positional: Any, **keywords: Any) -> None:
-    """There is nobody to hear from."""
+    """Does nothing: there are no other ranks."""
 
 
 def without_values() -> contextlib.AbstractContextManager[Any]:
-    """Tensors made inside have a shape and a storage's size, but no memory."""
+    """Context in which new tensors have a shape and a size of storage, but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     _without_random_state()
@@ -246,7 +246,7 @@ def _apply_to_fakes(
 
 
 class _WatchedTimeline(Timeline):
-    """Tells the tracker which operation runs."""
+    """Reports the running operation to the tracker."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class WatchedSession(HetSession):
         self._tracker = tracker
         self._timeline = _WatchedTimeline(tracker)
         self.last_figures: dict[str, Mapping[str, int]] = {}
-        """What features counted in the last iteration, by title."""
+        """Figures of features in the last iteration, by title."""
 
     def open(self, args: Any) -> None:
         super().open(args)
@@ -312,7 +312,7 @@ class WatchedSession(HetSession):
         super().finish_report()
 
     def mark_state(self) -> None:
-        """Tell the tracker what this rank keeps between iterations."""
+        """Mark the tensors that this rank keeps between iterations."""
         from megatron.core.utils import get_model_config
 
         if not self._models:
@@ -423,7 +423,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_flags(args: Any) -> None:
-    """Refuse what a dry run cannot stand for.
+    """Refuse flags that a dry run cannot simulate.
 
     Raises:
         SystemExit: The documents of a sequence do not see each other, or Megatron keeps optimizer state in main memory.

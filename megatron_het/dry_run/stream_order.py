@@ -6,9 +6,9 @@ access of the current stream, waits and events join clocks, and two accesses of 
 a write, that no wait has put in order are an error at once.  Memory that is freed while another stream may still
 use it and then given out again needs ``record_stream``, as the caching allocator wants it.
 
-Use: ``with stream_order() as order:`` around code that believes to be on a CUDA device.  ``torch.cuda.Stream``,
-``Event``, ``stream`` and ``current_stream`` are stand-ins inside; tensors stay on the CPU and hold real values, or are
-fake ones on a device that is not there.
+Use: ``with stream_order() as order:`` around code for a CUDA device.  ``torch.cuda.Stream``,
+``Event``, ``stream`` and ``current_stream`` are replaced inside; tensors are on the CPU with real values, or are
+fake ones on a simulated device.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class StreamOrderError(RuntimeError):
 
 
 def line_of(frame: FrameType) -> str:
-    """Where a frame is, ``file:line``, without the folders above the package."""
+    """Position of a frame, ``file:line``, without the folders above the package."""
     parts = Path(frame.f_code.co_filename).parts
     start = max((i for i, part in enumerate(parts) if part in ("megatron_het", "megatron")), default=len(parts) - 1)
     return f"{'/'.join(parts[start:])}:{frame.f_lineno}"
@@ -61,7 +61,7 @@ class _Access:
 
 @dataclass(slots=True)
 class _History:
-    """Holds a storage's accesses after which others may have to come, and who allocates its memory."""
+    """A storage's accesses with which later ones may conflict, and the stream that allocates its memory."""
 
     accesses: list[_Access] = field(default_factory=list)
     home: int = 0
@@ -109,7 +109,7 @@ class StreamOrder:
         return list(self._clocks)
 
     def clock(self, stream: int) -> Clock:
-        """Returns what a stream's next work knows to have happened."""
+        """Returns the clock of a stream's next work: the accesses that are known to have happened before it."""
         return dict(self._clocks[stream])
 
     def order(self, stream: int | None, clock: Clock, beyond: tuple[str, ...] = ()) -> None:
@@ -176,7 +176,7 @@ class StreamOrder:
             self._debts[history.home] += others
 
     def free(self, storage: Any) -> None:
-        """The storage gives its memory back: what is allocated next on its home stream may lie there."""
+        """Free a storage: the next allocation on its home stream may reuse its memory."""
         self._died(storage._cdata)
 
     def _check(self, before: _Access, clock: Clock, stream: int, label: str) -> None:
@@ -207,7 +207,7 @@ class _Watch(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _on_device(self, args: Any, kwargs: Any) -> bool:
-        """Whether a device works on an operator, or the host alone."""
+        """Whether an operator runs on a device, rather than on the host alone."""
         if kwargs.get("device") is not None and kwargs["device"].type == self._device:
             return True
         leaves = tree_leaves((args, kwargs))
@@ -235,7 +235,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, Any]:
-    """The classes ``Event`` and ``Stream`` whose objects speak to ``order``."""
+    """Returns classes ``Event`` and ``Stream`` whose objects record into ``order``."""
 
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -290,13 +290,13 @@ def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, 
 def stream_order(
     ignored: str = "", on_host_wait: Callable[[str], None] = lambda _: None, device: str | None = None
 ) -> Iterator[StreamOrder]:
-    """Stand-ins for CUDA's streams and events, for the duration of a block.
+    """Replaces CUDA's streams and events for the duration of a block.
 
     Args:
         ignored: The line of code whose waits are left out, as ``StreamOrder.waits`` names it.
-        on_host_wait: Told when the host waits for an event or a stream, and for which of them.
-        device: Kind of the device that works on the streams; what other tensors do is the host's.  None: all tensors
-            stand for tensors of a device.
+        on_host_wait: Called with the cause when the host waits for an event or a stream.
+        device: Kind of the device of the streams; operators on other tensors run on the host.  None: all tensors
+            count as tensors of a device.
     """
     order = StreamOrder(ignored)
 

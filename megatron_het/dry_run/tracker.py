@@ -1,4 +1,4 @@
-"""Counts what a rank holds, computes and sends, operator by operator; on real tensors and on fake ones alike."""
+"""Counts a rank's memory, computation and traffic, operator by operator, on real and on fake tensors."""
 
 import contextlib
 import functools
@@ -23,8 +23,8 @@ from megatron_het.dry_run.kernels import SELECT, Remembered, selected
 
 # The account of a rank's memory: every change of a storage's size, and when in the run it happened.
 #
-# Categories are given after the fact, because only then it is known how long a storage lives: what outlives the
-# operation that made it is an activation, what does not is temporary.
+# Categories are assigned afterwards, because they depend on how long a storage lives: a storage that outlives the
+# operation that created it is an activation, the others are temporary.
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, CACHE, TEMPORARIES, OTHER = "activations", "cache", "temporaries", "other"
@@ -33,7 +33,7 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CACHE, TEMPORARIES,
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A part of a run during which the same thing goes on."""
+    """A part of a run during which one operation or phase runs."""
 
     iteration: int  # of training, from 0; -1 before the first one
     label: str  # what runs, e.g. the label of an operation.
@@ -66,7 +66,7 @@ class Ledger:
     _died: dict[int, int] = field(default_factory=dict)
 
     def begin(self, moment: Moment) -> None:
-        """Something else goes on from here."""
+        """Begin another moment."""
         self.moments.append(moment)
 
     def open(self) -> int:
@@ -85,11 +85,11 @@ class Ledger:
         self._died[life] = len(self.moments) - 1
 
     def mark(self, life: int, category: str) -> None:
-        """Say what a storage is for, whenever it was or will be allocated."""
+        """Set the category of a storage, for allocations before and after this call."""
         self._marked[life] = category
 
     def category(self, life: int) -> str:
-        """Returns what a storage is for, by mark or by its life."""
+        """Returns the category of a storage, by its mark or its lifetime."""
         marked = self._marked.get(life)
         if marked is not None:
             return marked
@@ -130,10 +130,10 @@ class Ledger:
         return Peak(max(highest, 0), label, at_peak, dict(most))
 
 
-# When the threads of gloo have let go of the tensors of work that is done.
+# Waiting until the threads of gloo have released the tensors of completed work.
 #
-# A thread of gloo first says that its work is done and then drops the tensors.  A thread that the machine holds up
-# in between keeps them alive into whatever this rank does next, as nothing on a GPU or in a dry run would.
+# A thread of gloo first reports that its work is done and then releases the tensors.  A thread that is suspended
+# in between keeps them alive during later operations of this rank, unlike on a GPU or in a dry run.
 
 
 _NAME = "pt_gloo_runloop"
@@ -246,7 +246,7 @@ _WORK = _UnderWay()  # torch keeps no object of Python alive
 
 
 def answer(func: Any, args: tuple[Any, ...]) -> Any:
-    """Returns what an operation of ``torch.ops.c10d`` gives when nobody is there: its own tensors, and work."""
+    """Returns the result of an operation of ``torch.ops.c10d`` without other ranks: its own tensors, and work."""
     work = _WORK.boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
@@ -292,7 +292,7 @@ class _LedgerStorages(Storages):
         self._life.pop(key, None)
 
     def mark(self, tensor: torch.Tensor, category: str) -> None:
-        """Say what a tensor's storage is for, in all its lives."""
+        """Set the category of a tensor's storage, for all its lives."""
         for life in self._life.get(tensor.untyped_storage()._cdata, ()):
             self._ledger.mark(life, category)
 
@@ -341,7 +341,7 @@ class Tracker(StorageWatch):
             yield
 
     def start_iteration(self) -> None:
-        """An iteration of training begins, and the one before it has ended."""
+        """Begin an iteration of training, and end the one before."""
         self._iteration += 1
         self.traffic.restart()
         self.waits.restart()
@@ -349,11 +349,11 @@ class Tracker(StorageWatch):
         self.phase("between operations")
 
     def phase(self, label: str) -> None:
-        """Something other than an operation of the program runs from here."""
+        """Begin a phase that is not an operation of the program."""
         self._begin("", Moment(self._iteration, label, is_operation=False))
 
     def operation(self, kind: str, label: str) -> None:
-        """An operation of the program runs from here."""
+        """Begin an operation of the program."""
         self._begin(kind, Moment(self._iteration, label, is_operation=True))
 
     def _begin(self, kind: str, moment: Moment) -> None:
@@ -363,11 +363,11 @@ class Tracker(StorageWatch):
         self.ledger.begin(moment)
 
     def add_flops(self, count: float) -> None:
-        """Count FLOPs of what is not an operator of torch."""
+        """Count FLOPs of code that is not an operator of torch."""
         self.flops[self._kind] += int(count)
 
     def mark(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Say what storages are for: tensors by category."""
+        """Set the categories of storages, from tensors by category."""
         for category, found in tensors.items():
             for tensor in found:
                 self._known.mark(tensor, category)
@@ -428,7 +428,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _value(tensor: torch.Tensor) -> Any:
-    """Returns what ``item()`` gives: the value where it is known, else zero, which means no overflow and no NaN."""
+    """Returns the result of ``item()``: the value if it is known, else zero, which means no overflow and no NaN."""
     constant = getattr(tensor, "constant", None)
     if constant is not None:
         return constant.item()
