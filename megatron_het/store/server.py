@@ -1,12 +1,12 @@
 """The store's server, an event loop on a thread of the process that keeps the documents, and what goes over the wire.
 
-What a stranger can make it keep is bounded: so many connections that have proved nothing, each for so many seconds and
-bytes.  When there are more, the oldest has to go, so that those who know the token get in during a flood.
+Resources of unauthenticated connections are bounded: their number, and the seconds and bytes of each.
+If there are more, the oldest is closed, so that members of the job can connect during a flood.
 
-A connection begins with a handshake in which both ends prove that they know the token.  The server sends a number that
-it has never sent before, the client answers with one of its own and a digest over both with the token, and the server
-answers likewise.  Each frame then carries a digest with a key of this connection and direction over its number and
-contents.  So nobody can repeat, drop, reorder or change what was sent.  Contents are not secret without TLS.
+A connection begins with a handshake in which both ends prove that they have the token.  The server sends a nonce,
+the client answers with one of its own and a digest over both with the token, and the server
+answers in the same way.  Each frame then has a digest, with a key of this connection and direction, over its number and
+contents.  So frames cannot be repeated, dropped, reordered or changed unnoticed.  Without TLS they are not secret.
 """
 
 import asyncio
@@ -128,15 +128,15 @@ MAX_FRAME_BYTES = 64 * 2**20
 
 
 class StoreError(RuntimeError):
-    """The store does not answer, or what it says is not the job's."""
+    """The store does not answer, or its answer is not authentic."""
 
 
 class TokenError(StoreError):
-    """The store is another job's: it does not take this token."""
+    """The store belongs to another job: it does not accept this token."""
 
 
 def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    """How a server with a certificate encrypts.
+    """Returns the TLS context of a server with a certificate.
 
     Raises:
         OSError: The files cannot be read, or do not belong together.
@@ -147,7 +147,7 @@ def server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def client_tls(authority: Path) -> ssl.SSLContext:
-    """How a client encrypts that believes an authority, or one self-signed certificate.
+    """Returns the TLS context of a client that trusts an authority, or one self-signed certificate.
 
     Raises:
         OSError: The file cannot be read, or holds no certificate.
@@ -156,7 +156,7 @@ def client_tls(authority: Path) -> ssl.SSLContext:
 
 
 def hello() -> bytes:
-    """Returns what the server says first."""
+    """Returns the server's first message, a nonce."""
     return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
@@ -168,7 +168,7 @@ class Handshake:
         self.client = client
 
     def proof(self) -> bytes:
-        """Returns what the client answers."""
+        """Returns the client's answer."""
         return self.client + self._digest(b"client")
 
     def is_proved(self, proof: bytes) -> bool:
@@ -176,11 +176,11 @@ class Handshake:
         return hmac.compare_digest(self.proof(), proof)
 
     def verdict(self) -> bytes:
-        """Returns what the server answers to a client that knows the token."""
+        """Returns the server's answer to a client that has the token."""
         return b"+" + self._digest(b"server")
 
     def channels(self) -> "tuple[Channel, Channel]":
-        """Signatures of what the client sends, and of what the server sends."""
+        """The signing channels of the client's and of the server's frames."""
         return Channel(self._digest(b"requests")), Channel(self._digest(b"answers"))
 
     def _digest(self, purpose: bytes) -> bytes:
@@ -208,7 +208,7 @@ class Channel:
         return int(length)
 
     def check(self, head: bytes, contents: bytes) -> None:
-        """Refuse contents that are not the other end's next ones; raises StoreError."""
+        """Refuse contents that are not the other end's next frame; raises StoreError."""
         if not hmac.compare_digest(self._sign(contents), head[4:]):
             raise StoreError("a frame without this connection's signature")
 
@@ -250,7 +250,7 @@ def free_port() -> int:
 
 @dataclass
 class Strangers:
-    """Connections that came without the token."""
+    """Count of connections without the token."""
 
     refused: int = 0
     last: str = ""  # address of the last one
@@ -427,7 +427,7 @@ class StoreServer(Documents):
                 self._unproved.pop(task, None)
                 await self._talk(reader, writer, *handshake.channels())
         except (OSError, EOFError, TimeoutError, StoreError, asyncio.CancelledError):
-            pass  # whoever it was is gone, says nothing, or makes no sense
+            pass  # the client is gone, silent or invalid
         finally:
             self._unproved.pop(task, None)
             if not knows:
@@ -474,7 +474,7 @@ class StoreServer(Documents):
         return self.ask(*request) if isinstance(request, list) else self.ask(request)
 
     async def _wait(self, keys: Any, unless: Any, timeout_s: Any) -> str:
-        """Until all keys are there, one of some others is, or the time is over."""
+        """Wait until all keys exist, one of some others exists, or the time is over."""
         if not (isinstance(keys, list) and isinstance(unless, list) and isinstance(timeout_s, int | float)):
             raise StoreError("a wait that makes no sense")
         deadline_s = self._loop.time() + min(float(timeout_s), _MAX_WAIT_S)
@@ -500,7 +500,7 @@ class StoreServer(Documents):
                         del self._waiting[key]
 
     def _wake(self, key: str) -> None:
-        """Wakes those who wait for a key."""
+        """Wake the requests that wait for a key."""
         if threading.current_thread() is self._thread:
             self._resume(key)
         elif self._thread.is_alive():

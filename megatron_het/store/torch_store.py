@@ -10,21 +10,21 @@ from megatron_het.store.server import Documents
 
 
 class LostError(RuntimeError):
-    """A process that belongs to a meeting is lost, so that nobody can meet any more."""
+    """A process of a meeting is lost, so that the meeting cannot complete."""
 
 
 class TorchStore(dist.Store):
     """See the module.
 
-    Whoever makes a group waits for keys of all its members.  A member that has died never writes them, so a wait can
-    end as soon as it is known to be lost.  Whoever hands this to torch keeps it as well: torch holds the part in C++
-    only, which cannot do without this one.
+    The creation of a group waits for keys of all its members.  A member that has died never writes them, so waits
+    end as soon as it is known to be lost.  Code that passes this to torch has to keep a reference, too: torch holds
+    only the C++ part, which needs this object.
 
     Args:
-        store: Where keys and values are.
-        timeout_s: Bound on a wait that names none.
-        name: Begins all keys.
-        lost: Key of the store, without the name, that is there once a process of the meeting is lost.
+        store: Holds keys and values.
+        timeout_s: Bound on waits without a timeout of their own.
+        name: Prefix of all keys.
+        lost: Key of the store, without the prefix, that exists once a process of the meeting is lost.
     """
 
     def __init__(self, store: Documents, timeout_s: float, *, name: str = "", lost: str | None = None) -> None:
