@@ -110,7 +110,7 @@ def refuse_yaml(words: list[str]) -> None:
 
 
 def exit_with(error: Exception, speakers: Collection[int] = (0,)) -> NoReturn:
-    """Fail on every rank, with a message of those that speak for others with the same failure."""
+    """Exit on every rank; only ``speakers`` print the error, each for the ranks that fail alike."""
     if int(os.environ.get("RANK", "0")) in speakers:
         sys.stderr.write(f"megatron_het: {error}\n")
     raise SystemExit(2) from error
@@ -241,8 +241,8 @@ def _turn_of(plan: Plan) -> str:
 def _speakers(plan: Plan, rank: int) -> set[int]:
     """The first rank of the job and of each TP size, and this one where it is the first of its node."""
     replicas = [replica for stage in plan.stages for replica in stage.replicas]
-    tp = next(replica.tp for replica in replicas if rank in replica.ranks)
-    first = min(replica.ranks[0] for replica in replicas if replica.tp == tp)
+    tp = next((replica.tp for replica in replicas if rank in replica.ranks), 0)  # 0: more ranks than the plan has
+    first = min((replica.ranks[0] for replica in replicas if replica.tp == tp), default=0)
     return {0, first, rank if os.environ.get("LOCAL_RANK", "0") == "0" else 0}
 
 
