@@ -1,18 +1,18 @@
-"""Runtime patches to Megatron: what one is, how patches are installed and taken out again.
+"""Runtime patches to Megatron: the record of a patch, installing, and uninstalling.
 
-A patch rebinds one name of an upstream module or class.  It states why no public hook does, which
+A patch rebinds one name of an upstream module or class.  It states why no public hook is enough, the
 upstream version it was written against, and the hash of every piece of upstream source that it
 replaces or relies on.  Installing refuses when a hash differs, and a unit test compares all of
 them, so an upgrade of Megatron fails visibly and at once.
 
 ``patches.py`` has all patches, ``torch_checkpoints.py`` guards torch's reading and writing of checkpoints, and
-``releases.py`` says what is known of each release of Megatron and torch.
+``releases.py`` lists the supported releases of Megatron and torch, and where their sources differ.
 
 A new patch is a :class:`Patch` in ``PATCHES`` of ``patches.py``.  Importing it must not import torch or Megatron, so
-``build``, which takes the original and returns what stands in its place, imports late.
-``python -m megatron_het.megatron_patches`` lists all patches and prints the hashes of the installed
-Megatron, to be pasted into ``sources`` once the new source has been read.  The project keeps the
-number of patches at ten, beside those that a single release needs (``patches.OF_RELEASES``).
+``build``, which takes the original and returns the replacement, imports late.
+``python -m megatron_het.megatron_patches`` lists all patches, with the new hash of each source that has changed; paste
+it into ``sources`` once the new source has been read.  The project keeps the number of patches at ten, without those
+that a single release needs (``patches.OF_RELEASES``).
 """
 
 import functools
@@ -29,7 +29,7 @@ from megatron_het.megatron_patches.releases import RELEASES, PatchError, install
 UPSTREAM_VERSION = RELEASES[0].version
 """The release of megatron-core that the hashes of a patch belong to; ``releases.py`` has those of others."""
 
-Builder = Callable[[Any], Any]  # takes the original object and returns what replaces it
+Builder = Callable[[Any], Any]  # takes the original object and returns the replacement
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Patch:
     """One rebinding of an upstream name."""
 
     name: str  # unique short name
-    # Patches that are installed together: ``"stock"`` for what stock Megatron needs on every run, other groups for what
-    # a feature needs.
+    # Patches that are installed together: ``"stock"`` are repairs of stock Megatron for every run, ``"plan"`` those
+    # that only a run with a plan needs.
     group: str
     target: str  # dotted name that is rebound, e.g. ``"megatron.training.training.train_step"``
-    reason: str  # why it is needed and why no public hook does
+    reason: str  # why the patch is needed, and why no public hook is enough
     # hashes (:func:`source_hash`) of the upstream source behind each dotted name that the patch replaces, wraps or
     # relies on: the target, or the methods that a subclass of the target overrides
     sources: Mapping[str, str]
-    # Takes the original and returns the replacement.  None for a patch whose builder is handed to :func:`install`,
+    # Takes the original and returns the replacement.  None for a patch whose builder is passed to :func:`install`,
     # because the replacement belongs to one run.
     build: Builder | None = None
-    applies: Callable[[], bool] = lambda: True  # asked at install time; False leaves upstream as it is on this machine
+    applies: Callable[[], bool] = lambda: True  # evaluated at install time; False: this machine needs no patch
     version: str = UPSTREAM_VERSION  # the megatron-core release that ``sources`` was taken from
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class _Installed:
     own_attribute: bool = True
 
 
-# Rebinding a name of a module is process-wide by nature; this is the record of it.
+# The installed patches by name.  Module state, because rebinding a name of a module acts on the whole process.
 _INSTALLED: dict[str, _Installed] = {}
 
 
@@ -106,7 +106,7 @@ def _resolve(dotted: str) -> tuple[Any, str]:
 
 
 def _original(dotted: str) -> Any:
-    """The object behind a dotted name as upstream defines it, whatever is installed."""
+    """The object behind a dotted name as upstream defines it, even while a patch has rebound the name."""
     for record in _INSTALLED.values():
         if record.patch.target == dotted:
             original = record.original
@@ -118,7 +118,7 @@ def _original(dotted: str) -> Any:
 def source_hash(dotted: str) -> str:
     """The first 16 digits of the SHA-256 of the source of an upstream function, method, class or module.
 
-    Indentation, blank lines, trailing blanks and lines that hold only a comment do not count.
+    Common indentation, blank lines, trailing blanks and lines with only a comment are not hashed.
 
     Raises:
         PatchError: Upstream has no such name, or its source is not available.
@@ -127,12 +127,12 @@ def source_hash(dotted: str) -> str:
 
 
 def text_hash(source: str) -> str:
-    """The hash of what :func:`source_text` returns: 64 bits tell sources apart that nobody forges."""
+    """The hash of a result of :func:`source_text`; 64 bits are enough, because nobody forges these sources."""
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 def source_text(dotted: str) -> str:
-    """The source of an upstream name as it is hashed; see :func:`source_hash`."""
+    """The source of an upstream name in the form that :func:`source_hash` hashes."""
     try:
         return _text_of(inspect.unwrap(_original(dotted)))
     except (TypeError, OSError) as error:
@@ -141,17 +141,17 @@ def source_text(dotted: str) -> str:
 
 @functools.cache
 def _text_of(original: Any) -> str:
-    """See :func:`source_text`; a process that enters training again has read the sources before."""
+    """See :func:`source_text`; cached for a process that enters training more than once."""
     source = inspect.getsource(original)
     lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
 def moved(sources: Mapping[str, str]) -> dict[str, str]:
-    """Dotted names whose upstream source has another hash than the one given, with the hash found.
+    """Dotted names whose installed source has none of the hashes known for this release, with the hash found.
 
     Args:
-        sources: Hash of the source in the first release by dotted name; the installed one may have another.
+        sources: Hash of the source in the first release by dotted name; ``Release.changed`` overrides it.
 
     Raises:
         PatchError: Upstream has no such name.
@@ -165,10 +165,10 @@ def moved(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def watch(what: str, sources: Mapping[str, str]) -> None:
-    """Refuse to go on with something that leans on upstream code which is different now.
+    """Refuse to continue if upstream source has changed that a feature or model family relies on.
 
     Args:
-        what: Who leans on it.
+        what: Name of the feature or family, for the error.
         sources: Hash of the source by dotted name.
 
     Raises:
@@ -199,13 +199,13 @@ def _selected(selection: tuple[str, ...]) -> Iterator[Patch]:
 
 
 def install(*selection: str, builders: Mapping[str, Builder] | None = None) -> tuple[str, ...]:
-    """Install patches by name or group; what is installed already stays as it is.
+    """Install patches by name or group; patches that are already installed are skipped.
 
-    Either all selected patches get installed or none: sources are compared first.
+    The sources of all selected patches are compared before the first is installed, so either all are or none.
 
     Args:
         selection: Names of patches and groups.
-        builders: For patches without a builder of their own: name to builder.
+        builders: Builders by patch name, for patches with ``build=None``.
 
     Returns:
         Names of the patches that this call installed (not those that do not apply here).
@@ -238,7 +238,7 @@ def install(*selection: str, builders: Mapping[str, Builder] | None = None) -> t
 def _rebind(patch: Patch, build: Builder) -> None:
     owner, attribute = _resolve(patch.target)
     own_attribute = attribute in vars(owner)
-    # Not getattr alone: it would lose that a method is static.
+    # ``vars`` and not only ``getattr``, which returns the bare function of a staticmethod.
     raw = vars(owner)[attribute] if own_attribute else getattr(owner, attribute)
     replacement = build(getattr(owner, attribute))
     if isinstance(raw, staticmethod):
@@ -248,7 +248,7 @@ def _rebind(patch: Patch, build: Builder) -> None:
 
 
 def uninstall(*selection: str) -> tuple[str, ...]:
-    """Take installed patches out again, without arguments all of them, the latest first; returns their names."""
+    """Uninstall patches, all of them without arguments, the last installed first; returns their names."""
     wanted = {patch.name for patch in _selected(selection)} if selection else set(_INSTALLED)
     names = tuple(name for name in reversed(_INSTALLED) if name in wanted)
     for name in names:

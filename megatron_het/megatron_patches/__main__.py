@@ -1,6 +1,6 @@
-"""Lists the runtime patches and what features lean on; compares sources with the installed Megatron.
+"""Lists the runtime patches and the upstream names that features use; compares their sources with the installed ones.
 
-``--against`` compares what is leaned on with a checkout of another release.  ``--patches`` prints the folder of the git
+``--against`` compares these sources with a checkout of another release.  ``--patches`` prints the folder of the git
 patches for a Megatron-LM checkout instead.
 """
 
@@ -23,7 +23,7 @@ _IMPORT_S = 600
 
 
 def patch_folder() -> Path:
-    """Where the git patches are: inside the installed package, or beside it in a checkout.
+    """Folder of the git patches: inside the installed package, or beside it in a checkout.
 
     Raises:
         FileNotFoundError: Neither folder exists.
@@ -38,7 +38,7 @@ def patch_folder() -> Path:
 
 @ends_with_its_reader
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print patches and what features lean on; returns 1 when upstream source differs from the known ones."""
+    """Print patches and the upstream names that features use; returns 1 if an upstream source has an unknown hash."""
     parser = LineParser(
         prog="python -m megatron_het.megatron_patches",
         description="The runtime patches to Megatron, each with its reason.",
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leaning() -> Iterator[tuple[str, str, Mapping[str, str]]]:
-    """The features and families that lean on upstream: name, which of both, and what they lean on."""
+    """Features and model families that use upstream names: name, ``feature`` or ``model family``, hashes by name."""
     from megatron_het.families import GPT, HYBRID
     from megatron_het.features import FEATURES
 
@@ -90,7 +90,7 @@ def leaning() -> Iterator[tuple[str, str, Mapping[str, str]]]:
 
 
 def whose() -> dict[str, list[str]]:
-    """Every upstream name that is leaned on, with who does."""
+    """Every upstream name that a patch, feature or family uses, with the names of these users."""
     found: dict[str, list[str]] = {}
     for owner, sources in _owners():
         for dotted in sources:
@@ -99,7 +99,7 @@ def whose() -> dict[str, list[str]]:
 
 
 def _owners() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Everything that leans on upstream, with the hashes of the first release."""
+    """Patches, features and families that use upstream names, with the hashes of the first release."""
     for patch in upstream.all_patches().values():
         yield f"patch {patch.name}", patch.sources
     for name, _, sources in leaning():
@@ -107,7 +107,7 @@ def _owners() -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _read() -> set[tuple[str, str]]:
-    """Upstream names with each of the hashes that a release has of them."""
+    """Pairs of upstream name and hash, for all sources of all releases that have been read."""
     changes = [sources for _, sources in _owners()]
     for release in releases.RELEASES:
         changes += [release.changed, release.earlier]
@@ -115,7 +115,7 @@ def _read() -> set[tuple[str, str]]:
 
 
 def _source(dotted: str) -> str | None:
-    """The source as it is hashed; None where there is none."""
+    """The source in its hashed form; None if upstream has no such name or source."""
     try:
         return upstream.source_text(dotted)
     except releases.PatchError:
@@ -123,7 +123,7 @@ def _source(dotted: str) -> str | None:
 
 
 def against(checkout: Path) -> int:
-    """Print what a checkout of another release would break; returns 1 where a change, or the release, is unread."""
+    """Print how the sources in another release's checkout differ; returns 1 if a change or the release is unread."""
     if not (checkout / "megatron" / "core").is_dir():
         sys.stderr.write(f"megatron_patches: --against {checkout}: no Megatron-LM checkout, it has no megatron/core\n")
         return 2
@@ -134,7 +134,7 @@ def against(checkout: Path) -> int:
     except releases.PatchError as error:
         sys.stderr.write(f"megatron_patches: {error}\n")
         return 2
-    # A patch that only one of the two releases needs leans on nothing in the other.
+    # The sources of a patch that only one of the two releases needs are compared with nothing.
     verdicts = {dotted: verdict(here[dotted], there[dotted]) for dotted in here if dotted in there}
     hashes = {dotted: upstream.text_hash(source) for dotted, source in there.items() if source is not None}
     read = _read()
@@ -158,7 +158,7 @@ def against(checkout: Path) -> int:
 
 
 def verdict(here: str | None, there: str | None) -> str:
-    """How a source differs: ``unchanged``, ``text only`` (docstrings, layout), ``changed`` or ``gone``."""
+    """Kind of difference of a source: ``unchanged``, ``text only`` (docstrings, layout), ``changed`` or ``gone``."""
     if there is None:
         return "gone"
     if here == there:
@@ -167,7 +167,7 @@ def verdict(here: str | None, there: str | None) -> str:
 
 
 def _meaning(source: str) -> str:
-    """Returns what a source says to Python, without its docstrings."""
+    """Returns the syntax tree of a source without docstrings, as text."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
@@ -176,7 +176,7 @@ def _meaning(source: str) -> str:
 
 
 def _sources_of(checkout: Path | None) -> dict[str, str | None]:
-    """The sources in a process of its own, which imports the checkout's Megatron; None for the installed one."""
+    """Sources by name, from a process that imports the Megatron of a checkout (None: the installed one)."""
     own = str(Path(megatron_het.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [str(checkout or ""), own, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.megatron_patches", "--sources"]
@@ -192,7 +192,7 @@ def _sources_of(checkout: Path | None) -> dict[str, str | None]:
 
 
 def _compare_torch() -> bool:
-    """Print the private names of torch that are leaned on; returns whether one is different."""
+    """Print the private names of torch that are used; returns whether one is different."""
     import torch
 
     print(f"torch  [{torch.__version__}; read in {releases.TORCH_VERSIONS[0]} to {releases.TORCH_VERSIONS[1]}]")
@@ -203,7 +203,7 @@ def _compare_torch() -> bool:
 
 
 def _compare(sources: Mapping[str, str]) -> bool:
-    """Print how the sources are; returns whether one is different."""
+    """Print for each name whether its source has a known hash; returns whether one has not."""
     changed = upstream.moved(sources)
     for dotted in sources:
         note = f"CHANGED, now {changed[dotted]}" if dotted in changed else "as expected"

@@ -1,4 +1,4 @@
-"""All patches of Megatron, each with what is wrong or missing there: of every run, and those that a plan needs.
+"""All patches of Megatron, each with its reason: group ``stock`` for every run, group ``plan`` for runs with a plan.
 
 Stock: norms, compiled helpers, machines without CUDA, the distributed optimizer.
 """
@@ -21,12 +21,12 @@ _HELPERS = f"{_CORE}.datasets.utils.compile_helpers"
 _START = f"{_LOOP}.initialize_megatron"
 _INFERENCE = f"{_CORE}.tensor_parallel.inference_layers.is_inference_column_parallel_linear"
 
-# torch's LayerNorm and RMSNorm under sequence parallelism, and with weights that are centred at zero.
+# torch's LayerNorm and RMSNorm under sequence parallelism, and with zero-centred weights.
 #
 # Upstream refuses both in the local layer specs.  Under sequence parallelism a norm weight's gradient is a partial
-# sum per tensor-parallel rank: marking the weight ``sequence_parallel`` is all that ``finalize_model_grads`` needs to
-# sum it, as upstream's own fused norms do.  Of a weight that is centred at zero (``--apply-layernorm-1p``) those norms
-# add one before they scale.
+# sum per tensor-parallel rank.  ``finalize_model_grads`` sums it if the weight is marked ``sequence_parallel``, like
+# the weights of upstream's fused norms.  With zero-centred weights (``--apply-layernorm-1p``) the scale is the weight
+# plus one.
 
 
 def _norms(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def _norms(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _centred(kind: type) -> type:
-    """One of torch's norms whose weight is what its scale has above one."""
+    """A subclass of one of torch's norms with the scale ``weight + 1``."""
     import torch
     from torch.nn import functional
 
@@ -106,7 +106,7 @@ def _without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 def _none_of_inference(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(original)
     def is_inference_column_parallel_linear(module: Any) -> bool:
-        """No module is: such layers are of Transformer Engine."""
+        """Returns False: such layers exist only with Transformer Engine."""
         return False
 
     return is_inference_column_parallel_linear
@@ -129,7 +129,7 @@ OF_RELEASES: Mapping[str, tuple[Patch, ...]] = {
         ),
     )
 }
-"""Patches of what is not in every release."""
+"""Patches of names that exist only in some releases, by release."""
 
 _FUNCTION_PATCHES = (
     *OF_RELEASES.get(installed_release().name, ()),
@@ -176,8 +176,8 @@ _FUNCTION_PATCHES = (
 )
 
 
-# Megatron's distributed optimizer as this project needs it: one patch, for several subclasses.  What features need of
-# it they say themselves (``Feature.optimizer_layers``).
+# Megatron's distributed optimizer: one patch that applies several subclasses.  Features add their own subclasses with
+# ``Feature.optimizer_layers``.
 
 
 # The distributed optimizer's state in checkpoints, where a bucket ends with padding.
@@ -185,12 +185,12 @@ _FUNCTION_PATCHES = (
 # For a fully reshardable checkpoint upstream (0.19.2) puts the state of all buckets of a buffer together without their
 # padding, and cuts it into parameters at their offsets in the buffer, which count the padding.  So after every padded
 # bucket the state of a parameter is taken from a later place, and the end of the last one is zeros: a run that loads
-# the checkpoint goes on with other moments, without a word.  Tied embeddings are in a bucket of their own, and a padded
-# one comes before them as soon as a layer has a parameter of few elements, such as a softmax offset per head.
+# the checkpoint continues with wrong moments, without an error.  Tied embeddings have their own bucket, and a padded
+# bucket precedes it if a layer has a parameter of few elements, such as a softmax offset per head.
 
 
 def placed(original: type) -> type:
-    """The distributed optimizer that finds every parameter's state where it is."""
+    """The subclass of the distributed optimizer whose checkpoints read every parameter's state at the right offset."""
 
     class PlacedDistributedOptimizer(original):
         """``DistributedOptimizer`` whose fully reshardable checkpoints are right for padded buckets."""
@@ -207,7 +207,7 @@ def placed(original: type) -> type:
 
 @contextlib.contextmanager
 def _with_padding(buffer: Any) -> Iterator[None]:
-    """While inside, count the padding between the buckets of a buffer as content; what follows the last is none."""
+    """Counts the padding of all buckets of a buffer but the last as content, while the context is open."""
     *padded, _ = buffer.buckets
     sizes = [bucket.numel_unpadded for bucket in padded]
     total = buffer.numel_unpadded
@@ -227,12 +227,12 @@ def _with_padding(buffer: Any) -> Iterator[None]:
 # With neither Apex nor Transformer Engine installed, upstream's ``DistributedOptimizer`` drives ``torch.optim.Adam``,
 # which keeps a ``step`` tensor per parameter.  Upstream (0.19.2)
 #
-# * asserts in ``state_dict()`` before the first step, so that a resume cannot build its template,
+# * fails an assertion in ``state_dict()`` before the first step, so that a resume cannot build its template,
 # * copies into leaf parameters outside ``no_grad``, and takes ``step`` from a payload that either
-# does not hold it (``fully_reshardable``) or holds the zero of the template, not the saved value
+# does not have it (``fully_reshardable``) or has the template's zero instead of the saved value
 # (``dp_reshardable``),
-# * puts one and the same ``step`` tensor into the state of all parameters on load; Adam advances it
-# once per parameter and iteration, so a resumed run trains on with wrong bias corrections.
+# * puts one ``step`` tensor into the state of all parameters on load; Adam advances it
+# once per parameter and iteration, so a resumed run continues with wrong bias corrections.
 
 
 def uses_torch_adam() -> bool:
@@ -243,7 +243,7 @@ def uses_torch_adam() -> bool:
 
 
 def repaired(original: type) -> type:
-    """The distributed optimizer with the repairs."""
+    """The subclass of the distributed optimizer with the three repairs."""
     import torch
 
     class TorchAdamDistributedOptimizer(original):
@@ -272,7 +272,7 @@ def repaired(original: type) -> type:
                     state["step"] = state["step"].detach().clone()
 
         def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-            # "step" has come with the parameter groups; None makes upstream leave it alone.
+            # "step" was loaded with the parameter groups; with None upstream does not set it.
             with torch.no_grad():
                 super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": None})
 
@@ -285,7 +285,7 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 def _build(original: type) -> type:
     found = repaired(original) if uses_torch_adam() else original
-    if installed_release().name == "0.19":  # later ones count the padding themselves
+    if installed_release().name == "0.19":  # later releases count the padding themselves
         found = placed(found)
     for layer in (layer for feature in FEATURES for layer in feature.optimizer_layers):
         module, _, name = layer.rpartition(".")
@@ -321,9 +321,9 @@ _OPTIMIZER_PATCHES = (
 )
 
 
-# The functions of ``megatron.training`` that a plan replaces or wraps.
+# The functions of ``megatron.training`` that a run with a plan replaces or wraps.
 #
-# Their builders belong to one run, so they are handed to ``install`` by ``megatron_het.arguments.hooks``.
+# Their builders belong to one run, so ``megatron_het.arguments.hooks`` passes them to ``install``.
 
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -356,7 +356,7 @@ _PLAN_PATCHES = (
         reason="the schedule is looked up by this name for every run and cannot be passed in",
         sources={
             f"{_LOOP}.get_forward_backward_func": "5a5b8975bc77a8fd",
-            # What the executor calls, and what the builder of several chunks does as upstream.
+            # Functions that the executor calls, and those that the builder of several chunks imitates.
             "megatron.core.pipeline_parallel.schedules.forward_step": "679f915a477e3c0c",
             "megatron.core.pipeline_parallel.schedules.backward_step": "4f9c30f42c323553",
             "megatron.core.pipeline_parallel.schedules.deallocate_output_tensor": "fb1e6eaa2fd3a42f",

@@ -1,10 +1,10 @@
-"""The releases of megatron-core and torch that patches and features were read against, and the one that is installed.
+"""The supported releases of megatron-core and torch, and the installed one.
 
-Hashes beside patches and features are those of the first release.  A name that another release has changed is listed
-here with its hash there, once the change has been read: ``python -m megatron_het.megatron_patches --against CHECKOUT``
-shows changes, and docs/megatron_releases.md says what to do with each.  Where a patch has to do different things for
-different releases, it asks :func:`installed_release`; nothing outside of this package does.  Never imports torch or
-Megatron, but for :func:`differences`.
+The hashes in patches and features are those of the first release.  A name whose source differs in another release is
+listed here with that release's hash, once the change has been read: ``python -m megatron_het.megatron_patches
+--against CHECKOUT`` shows changes, and docs/megatron_releases.md explains what to do with each.  A patch that differs
+between releases calls :func:`installed_release`.  Only :func:`differences` imports torch, and nothing here imports
+Megatron.
 """
 
 import ast
@@ -20,25 +20,25 @@ from megatron_het.safe_io import FileError, read_text
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be installed or taken out; the message says which, why and what to do."""
+    """A patch cannot be installed, or an upstream name or source is missing; the message has reason and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
     """A Megatron-LM checkout or an installed megatron-core."""
 
-    folder: Path  # what holds its ``megatron`` folder
-    version: str  # of megatron-core, e.g. ``0.19.2``.
+    folder: Path  # the parent of its ``megatron`` folder
+    version: str  # version of megatron-core, e.g. ``0.19.2``
 
     def __str__(self) -> str:
         return f"megatron-core {self.version} in {self.folder}"
 
 
 def find() -> Megatron:
-    """The Megatron that ``import megatron.core`` would take.
+    """The Megatron that ``import megatron.core`` would import.
 
     Raises:
-        PatchError: There is none, or none that says its version.
+        PatchError: There is none, or its version cannot be read.
     """
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or not spec.submodule_search_locations:
@@ -47,7 +47,7 @@ def find() -> Megatron:
 
 
 def at(folder: Path) -> Megatron:
-    """The Megatron whose ``megatron`` folder is in this one; raises PatchError."""
+    """The Megatron whose ``megatron`` folder is in this folder; raises PatchError if its version cannot be read."""
     file = folder / "megatron" / "core" / "package_info.py"
     try:
         numbers = _constants(read_text(file))
@@ -58,7 +58,7 @@ def at(folder: Path) -> Megatron:
 
 
 def _constants(source: str) -> dict[str, object]:
-    """Module-level ``NAME = constant``."""
+    """Values by name of the module-level assignments ``NAME = constant`` in a source."""
     assigned = ((n.targets[0], n.value) for n in ast.parse(source).body if isinstance(n, ast.Assign))
     return {k.id: v.value for k, v in assigned if isinstance(k, ast.Name) and isinstance(v, ast.Constant)}
 
@@ -72,14 +72,14 @@ _STATES = f"{_CORE}.ssm"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release."""
+    """A supported release of Megatron."""
 
-    name: str  # its first two numbers
-    version: str  # the newest version of it that was read
-    origin: str  # where it comes from
+    name: str  # the first two numbers of its version
+    version: str  # the newest version that was read
+    origin: str  # where to get the release, for error messages
     # hashes of names whose source differs from that of the first release
     changed: Mapping[str, str] = field(default_factory=dict)
-    # hashes of names whose source was written otherwise in an earlier version of this release, and does the same
+    # hashes of names whose source differs in an earlier version of this release without a change in behaviour
     earlier: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -132,7 +132,7 @@ RELEASES = (
 
 
 def release_of(megatron: Megatron) -> Release | None:
-    """The release that a Megatron is of; None where it was not read."""
+    """The release of a Megatron; None if it is not among :data:`RELEASES`."""
     name = megatron.version.rsplit(".", 1)[0]
     return next((release for release in RELEASES if release.name == name), None)
 
@@ -140,7 +140,7 @@ def release_of(megatron: Megatron) -> Release | None:
 def check(megatron: Megatron) -> None:
     """Refuse a release that the patches were not written for.
 
-    Patches compare the source that they replace as well; this says so before anything is imported.
+    Patches also compare the sources that they replace; this check comes before anything is imported.
 
     Raises:
         PatchError: A release that is not among :data:`RELEASES`.
@@ -155,25 +155,25 @@ def check(megatron: Megatron) -> None:
 
 @functools.cache
 def installed_release() -> Release:
-    """The release that ``import megatron.core`` takes; the first one where it was not read."""
+    """The release that ``import megatron.core`` imports; the first of :data:`RELEASES` if it is none of them."""
     return release_of(find()) or RELEASES[0]
 
 
-# Private names of torch that a run leans on.
+# Private names of torch that a run uses.
 #
-# Their source changes from release to release of torch, so a hash would refuse releases that work.  What is leaned on
-# is that the name is there and takes these parameters; ``distributed/groups.py`` looks at the result as well.
+# Their source changes from release to release of torch, so a hash would refuse releases that work.  Only the existence
+# of the name and its parameters are checked here; ``distributed/groups.py`` also checks the result.
 
 TORCH_VERSIONS = ("2.11", "2.15")  # the oldest and the newest release whose names were read
 
 
 @dataclass(frozen=True)
 class TorchName:
-    """One name."""
+    """A private name of torch."""
 
     name: str  # dotted
-    parameters: tuple[str, ...] | None  # names of its parameters, in order; None where torch does not tell
-    reason: str  # what it is for, and why nothing public does that
+    parameters: tuple[str, ...] | None  # names of its parameters, in order; None if it has no signature to inspect
+    reason: str  # its use here, and why no public name can replace it
 
 
 TORCH_NAMES = (
@@ -209,7 +209,7 @@ TORCH_NAMES = (
 
 
 def differences(names: Sequence[TorchName] = TORCH_NAMES) -> list[str]:
-    """Returns what this torch lacks, one text per name; empty where everything is as expected."""
+    """Returns one text per name that is missing in this torch or has other parameters; empty if there is none."""
     found = []
     for one in names:
         module, _, attribute = one.name.rpartition(".")

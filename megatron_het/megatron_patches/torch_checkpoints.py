@@ -1,13 +1,13 @@
-"""Files of checkpoints as torch writes and reads them: failed writes end in one error, pickles call nothing.
+"""Guards of torch's writing and reading of checkpoint files: a failed write is one error, a pickle cannot run code.
 
 When the write of a checkpoint's object fails, the error's traceback holds a view of an ``io.BytesIO``, and the error is
-left to the garbage collector.  CPython (3.12.1) ends by SIGSEGV when it collects both together.  torch's zip writer, in
-turn, puts an error of its own in the place of the system's.  So whoever writes does not see a failure here: what comes
-after the first one is dropped, and it is raised when the object is complete.
+left to the garbage collector.  CPython (3.12.1) ends by SIGSEGV when it collects both together.  torch's zip writer
+replaces the system's error by one of its own.  The guarded stream therefore raises nothing while an object is written:
+it discards the data after the first failed write, and raises that failure when the object is closed.
 
-The description of a checkpoint (``.metadata``) is a pickle, which may name any function of any module, and call it.
-What torch writes names the records of its own format, data types and sizes; whatever else a file names is refused
-before it is imported.
+The description of a checkpoint (``.metadata``) is a pickle.  A pickle may name any function of any module, and call it.
+A pickle from torch names only classes of torch's checkpoint format, data types, sizes and a few builtins.  Any other
+name is refused before its module is imported.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ _NOTED: list[OSError] = []
 
 
 class _GuardedStream:
-    """The stream of one object: its first failed write is kept, and raised by :meth:`close`."""
+    """The stream of one object: keeps the first failed write, which :meth:`close` raises."""
 
     def __init__(self, stream: Any, name: str | None) -> None:
         self._stream, self._name = stream, name
         self._failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """All of it, as far as the caller knows."""
+        """Write the data, or discard it after a failure; returns its size in bytes in both cases."""
         if self._failure is None:
             try:
                 return int(self._stream.write(data))
@@ -37,11 +37,11 @@ class _GuardedStream:
             return view.nbytes
 
     def flush(self) -> None:
-        """Writes out what the stream holds back."""
+        """Flush the stream, unless a write has failed."""
         self._unless_failed(self._stream.flush)
 
     def close(self) -> None:
-        """The object is complete; raises OSError if a write failed."""
+        """Close the complete object; raises OSError if a write failed."""
         self._unless_failed(self._stream.close)
         if self._failure is not None:
             raise self._failure
@@ -54,7 +54,7 @@ class _GuardedStream:
                 self._keep(failure)
 
     def _keep(self, failure: OSError) -> None:
-        # Another object: the traceback of the first one holds what was to be written.
+        # A new exception, because the traceback of the first one holds the data.
         self._failure = OSError(failure.errno, failure.strerror, self._name)
         _NOTED.append(self._failure)
 
@@ -79,12 +79,12 @@ def guard_writes() -> None:
 
 
 def forget_failed_writes() -> None:
-    """A new checkpoint begins."""
+    """Discard the noted failures, before a new checkpoint."""
     _NOTED.clear()
 
 
 def failed_write() -> str:
-    """The first write that failed since then, in words; empty if there was none."""
+    """Text of the first failed write since :func:`forget_failed_writes`; empty if there was none."""
     return str(_NOTED[0]) if _NOTED else ""
 
 
@@ -100,10 +100,10 @@ _OTHERS = {
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The object that a pickle names; raises UnpicklingError if it is no part of the format."""
+        """The object that a pickle names; raises UnpicklingError if the object is not part of the format."""
         import torch
 
-        if module == "pathlib._local":  # what Python 3.13 calls it
+        if module == "pathlib._local":  # the module of these classes in Python 3.13
             module = "pathlib"
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
@@ -121,12 +121,12 @@ class _Reader(pickle.Unpickler):
 
 
 class _GuardedPickle:
-    """The module ``pickle`` as torch's reader sees it."""
+    """Replacement of the module ``pickle`` in torch's reader."""
 
     trusts = False
 
     def load(self, file: Any) -> Any:
-        """The object in a file, without strides: torch 2.15 has them, and ``torch.empty`` in Megatron knows none."""
+        """The object in a file, without the strides of torch 2.15: Megatron passes the fields to ``torch.empty``."""
         found = pickle.load(file) if self.trusts else _Reader(file).load()
         for entry in getattr(found, "state_dict_metadata", {}).values():
             vars(getattr(entry, "properties", entry)).pop("strides", None)
@@ -140,7 +140,7 @@ _GUARDED = _GuardedPickle()
 
 
 def guard_reads(*, trusts: bool | None = None) -> None:
-    """Guard torch's reading of descriptions in this process, or admit any class; None for as it is."""
+    """Guard torch's reading of descriptions in this process; ``trusts`` admits any class (None: unchanged)."""
     from torch.distributed.checkpoint import filesystem
 
     filesystem.pickle = _GUARDED  # type: ignore[assignment]

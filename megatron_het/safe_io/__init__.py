@@ -1,9 +1,9 @@
-"""Files and text that come from outside: read within limits, shown within limits, written safely.
+"""Reading and printing untrusted files and text within limits, and writing files safely.
 
-Plans, clusters, models, profiles and programs are read here and nowhere else, so that no file can stop
-the program, exhaust memory or become part of a shell script.  Standard library only; ``yaml`` is
-imported when a YAML file is read.  ``reading.py`` has the limits and what YAML may say, ``writing.py`` what may
-be replaced.
+Plans, clusters, models, profiles and programs are read only here, so that no file can make
+the program hang, exhaust memory or become part of a shell script.  Standard library only; ``yaml`` is
+imported when a YAML file is read.  ``reading.py`` has the limits and the accepted YAML, ``writing.py`` decides which
+files may be replaced.
 """
 
 from megatron_het.safe_io.reading import (

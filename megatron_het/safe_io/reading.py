@@ -1,4 +1,4 @@
-"""Reading what may be anything: a file that is a device, a pipe or too large, and numbers on a command line."""
+"""Reading of untrusted input: JSON, YAML and pickle files that may be devices, pipes or too large, and options."""
 
 import argparse
 import difflib
@@ -32,15 +32,15 @@ class FileError(ValueError):
 
 
 def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
-    """Text for a terminal: what would control the terminal is escaped, and the end is cut off."""
+    """Text for a terminal: at most ``limit`` characters, with control characters except newlines escaped."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cut)
 
 
 def shown(value: object, limit: int = 160) -> str:
-    """``repr(value)``, but at most ``limit`` characters are ever made.
+    """``repr(value)`` cut to ``limit`` characters, without building the whole text.
 
-    A value from a file may hold a million entries, or one string of a gigabyte.
+    A value from a file may have a million entries, or one string of a gigabyte.
     """
     text = ""
     for piece in _pieces(value, limit):
@@ -51,7 +51,7 @@ def shown(value: object, limit: int = 160) -> str:
 
 
 def _pieces(value: object, limit: int, depth: int = 0) -> Iterator[str]:
-    """``repr(value)`` piece by piece."""
+    """Pieces of ``repr(value)``, in order; long strings, long numbers and deep nesting are shortened."""
     if isinstance(value, str | bytes):
         yield repr(value[: limit + 1])
     elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * limit:
@@ -73,19 +73,19 @@ def _pieces(value: object, limit: int, depth: int = 0) -> Iterator[str]:
         yield repr(value)
 
 
-# Types of command-line options: numbers within bounds, with an error that says which.
+# Types of command-line options: numbers within bounds, with an error that states the bounds.
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The words of a command line before ``--`` and those after it; None where there is no ``--``."""
+    """The words of a command line before ``--``, and those after it (None if there is no ``--``)."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :]) if at < len(words) else None
 
 
 def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, ...]]) -> None:
-    """Adds options: of each its name, default, placeholder ("" for its own), help, and what else argparse is told.
+    """Adds options by name: default, metavar ("" for argparse's own), help, further arguments of ``add_argument``.
 
-    False as default makes a switch.  The type of values is that of a number or path as default, else as it is told.
+    False as default makes a switch.  A number or path as default sets the type; else the further arguments may.
     """
     for name, (default, metavar, text, *more) in rows.items():
         told: dict[str, Any] = {"default": default, "help": text} | ({"metavar": metavar} if metavar else {})
@@ -99,7 +99,7 @@ def add_options(parser: argparse._ActionsContainer, rows: Mapping[str, tuple[Any
 
 
 def count(least: int, most: int, before: str = "") -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` to ``most``; errors say ``before`` before that."""
+    """The type of an option that is a whole number from ``least`` to ``most``; ``before`` begins that error text."""
     return _number(int, 20, least, most, f"{before}a whole number from {least} to {most}")
 
 
@@ -122,10 +122,10 @@ def _number[N: float](kind: Callable[[str], N], longest: int, least: N, most: N,
 
 
 class LineParser(argparse.ArgumentParser):
-    """Says on one line what is wrong with a command line, an unknown option before one that is missing."""
+    """Parser with one-line errors, which reports an unknown option before a missing one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, and ends at an option that the command does not have."""
+        """Parse like argparse, after a check that ends the program at an unknown option."""
         for word in () if self._subparsers or args is None else (w.partition("=")[0] for w in args):
             if word.startswith("--") and not any(name.startswith(word) for name in self._option_string_actions):
                 near = difflib.get_close_matches(word, self._option_string_actions, n=1)
@@ -133,15 +133,15 @@ class LineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with exit code 2."""
+        """Print the error and exit with code 2."""
         self.exit(2, f"error: {message}; see '{self.prog} --help'\n")
 
 
-# Bounds that hold everywhere: what is larger is a mistyped number, and would be a hang.
+# Bounds for all commands: a larger number is a typing error, and the program would run for hours.
 
-MAX_PASSES = 500_000  # forward and backward passes of an iteration, over all stages: more take minutes to lay out
+MAX_PASSES = 500_000  # forward and backward passes of an iteration, over all stages: more take minutes to schedule
 MAX_DEVICES = 100_000  # devices of a cluster, and pipeline devices of a schedule
-MAX_BYTES = 32 << 20  # largest file that is read.  A plan of 1,024 ranks and 4,096 microbatches has a tenth of it.
+MAX_BYTES = 32 << 20  # largest file that is read: ten times a plan of 1,024 ranks and 4,096 microbatches
 _VIRTUAL = ("/proc", "/sys")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -155,14 +155,14 @@ _KINDS = (
 def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
     """The text of a regular file of at most ``limit`` bytes.
 
-    Never waits: pipes, devices and files of the kernel are refused before they are opened.
+    Never blocks: pipes, devices and files of the kernel are refused before they are opened.
 
     Raises:
         FileError: No such file, not a regular file, too large, no permission, not UTF-8.
     """
     try:
         check_regular(path, os.stat(path).st_mode)
-        # A second check of what was opened: the name may have changed hands since.
+        # A second check, of the opened file: another file may have taken the name since the first check.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             check_regular(path, os.fstat(descriptor).st_mode)
@@ -193,7 +193,7 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def is_virtual(real_path: str, roots: tuple[str, ...] = _VIRTUAL) -> bool:
-    """Whether a resolved path lies in one of the kernel's own file systems."""
+    """Whether a resolved path is in one of the folders ``roots``, by default the kernel's file systems."""
     parts = Path(real_path).parts
     return any(parts[: len(Path(root).parts)] == Path(root).parts for root in roots)
 
@@ -207,11 +207,11 @@ def _read(descriptor: int, most: int) -> bytes:
     return b"".join(chunks)
 
 
-# JSON as the standard means it: no NaN, no key twice, and no deeper and no longer numbers than we need.
+# Strict JSON: no NaN, no duplicate keys, and limits on depth and on numbers.
 
 MAX_DEPTH = 32  # lists and objects inside each other
 MAX_NUMBER = 2**63 - 1  # largest absolute value of a whole number
-# Everything but brackets outside of strings.  Possessive, so that no text makes it slow.
+# Matches all text except brackets outside of strings.  Possessive quantifiers prevent slow backtracking.
 _NOT_BRACKETS = re.compile(r'[^\[\]{}"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -225,11 +225,11 @@ def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bo
     """The value of a JSON text.
 
     Args:
-        constants_as_text: Whether ``NaN`` and ``Infinity``, which Python writes, are read as these words.
+        constants_as_text: Whether ``NaN`` and ``Infinity``, which Python writes, are read as strings.
 
     Raises:
-        FileError: Not JSON, a key twice in one object, NaN or infinity, a number of more than 64 bits,
-            lists and objects more than ``MAX_DEPTH`` deep, half of a surrogate pair.
+        FileError: Not JSON, a duplicate key in an object, NaN or infinity, a number of more than 64 bits,
+            lists and objects nested more than ``MAX_DEPTH`` deep, half of a surrogate pair.
     """
     reader = _Reader(path)
     reader.check_depth(text)
@@ -253,7 +253,7 @@ def parse_json(text: str, path: str | os.PathLike[str], *, constants_as_text: bo
 
 
 class _Reader:
-    """The parser's hooks, each of which refuses what JSON allows and this project does not."""
+    """Hooks of the JSON parser and checks of its text; each raises FileError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -280,7 +280,7 @@ class _Reader:
         self._refuse("", f"{text} is not a number that can be used")
 
     def integer(self, text: str) -> int:
-        # The length first: turning a long text into a number takes long.
+        # The length first: converting a long text to a number is slow.
         if len(text) > 20 or abs(int(text)) > MAX_NUMBER:
             self._refuse("", f"a number of {len(text)} digits ({shown(text, 30)}) is too large")
         return int(text)
@@ -298,15 +298,15 @@ class _Reader:
             self._refuse("", "a text holds half of a surrogate pair, which is no character")
 
 
-# Plain values of a file that ``torch.save`` wrote; nothing that is in the file is run, and PyTorch is not needed.
+# Plain values from files of ``torch.save``, without running code from the file and without PyTorch.
 
 
 class Inert:
-    """Stands for every object of a pickle that is not a number, text, list, tuple, set or dictionary."""
+    """Placeholder for every object of a pickle that is not a number, text, list, tuple, set or dictionary."""
 
     def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments = arguments  # what its class would have been called with
-        self.state: dict[Any, Any] = {}  # what would have been its attributes, where the pickle holds them
+        self.arguments = arguments  # the arguments for its class; empty if the pickle has a state
+        self.state: dict[Any, Any] = {}  # its attributes, if the pickle has them
 
     def __setstate__(self, state: Any) -> None:
         self.arguments, self.state = (), state if isinstance(state, dict) else {}
@@ -318,24 +318,24 @@ class Inert:
         pass
 
     def append(self, items: Any) -> None:
-        """Items of a list or set of a class of its own are dropped."""
+        """Discards items, of a subclass of list or set."""
 
     extend = add = append
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Finds no class but :class:`Inert`, so that a pickle can call nothing."""
+    """Resolves every name to :class:`Inert`, so that a pickle can call nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         return Inert
 
     def persistent_load(self, pid: Any) -> Any:
-        """Tensors lie in other files of the archive and are not read."""
+        """Returns None for a tensor's storage, which is another file of the archive."""
         return None
 
 
 def read_pickled(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
-    """The value in the archive; objects of classes are :class:`Inert`.
+    """The value in a file of ``torch.save``; objects of classes are :class:`Inert`, tensors' storages None.
 
     Raises:
         FileError: No such file, not a regular file, not an archive of ``torch.save``, too large, damaged.
@@ -362,13 +362,12 @@ def read_pickled(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> Any:
         raise FileError(path, "data.pkl", f"damaged: {one_line(str(error), 200)}") from None
 
 
-# YAML without its surprises: mappings, lists, texts, numbers, true, false and null, and nothing else.
+# A subset of YAML: mappings, lists, texts, numbers, true, false and null.
 #
-# What the text means follows YAML 1.2.  Where YAML 1.1 reads the same text as something else (``yes``,
-# ``010``, ``1:30``), it is refused instead of being guessed at.
+# Values follow YAML 1.2.  Text that YAML 1.1 reads differently (``yes``, ``010``, ``1:30``) is refused.
 
 MAX_YAML_BYTES = 1 << 20
-MAX_VALUES = 100_000  # values of one document, each counted as often as aliases repeat it
+MAX_VALUES = 100_000  # values of one document; each use of an alias counts all values of its anchor
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -382,7 +381,7 @@ _WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False) -> Any:
-    """The value in a YAML file, or in a JSON file (``.json``); options as of :func:`parse_json`. Raises FileError."""
+    """The value in a YAML file, or in a JSON file (``.json``), see :func:`parse_json`; raises FileError."""
     text = read_text(path, MAX_YAML_BYTES)
     if not str(path).lower().endswith(".json"):
         return parse_yaml(text, path)
@@ -393,7 +392,7 @@ def parse_yaml(text: str, path: str | os.PathLike[str]) -> Any:
     """The value of a YAML text with one document.
 
     Raises:
-        FileError: Not YAML, several documents, a key twice in one mapping, a key that is no text, a tag,
+        FileError: Not YAML, several documents, a duplicate key in a mapping, a key that is not a text, a tag,
             a number that is not finite or has more than 64 bits, more than ``MAX_DEPTH`` levels or
             ``MAX_VALUES`` values.
     """
@@ -409,7 +408,7 @@ def parse_yaml(text: str, path: str | os.PathLike[str]) -> Any:
 
 
 class _Composer:
-    """Values from the parser's events; no recursion deeper than ``MAX_DEPTH``."""
+    """Builds values from the parser's events, with a recursion of at most ``MAX_DEPTH``."""
 
     def __init__(self, events: Iterator[Any], path: str | os.PathLike[str]) -> None:
         self._events = events

@@ -1,4 +1,4 @@
-"""Writing a file: the target is a regular file or nothing, and is complete or untouched afterwards."""
+"""Writing of files: only regular files are replaced, and after an error the target is unchanged."""
 
 import functools
 import json
@@ -19,15 +19,15 @@ _ORDINARY = ("/dev/shm",)
 
 
 def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> Path:
-    """The resolved path of a file that can be written; asked before long work and again before writing.
+    """The resolved path of a file that can be written; called before long work and again before writing.
 
     Args:
-        path: The file.  A link stands for what it points at.
-        endings: What the name may end in; anything when empty.
+        path: The file.  Symbolic links are followed.
+        endings: Allowed suffixes of the name; any if empty.
 
     Raises:
-        FileError: A folder, device, pipe or socket, a place in /proc, /sys or /dev, a folder that
-            cannot be written to, an unknown ending.
+        FileError: A folder, device, pipe or socket, a path in /proc, /sys or /dev, a folder that
+            cannot be written to, an unknown suffix, a name that is too long.
     """
     if endings and Path(path).suffix.lower() not in endings:
         raise FileError(path, "", "unknown kind of file", f"The name must end in {', '.join(endings)}")
@@ -56,21 +56,21 @@ def check_target(path: str | os.PathLike[str], endings: Sequence[str] = ()) -> P
 def check_replaces(
     path: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], marks: Sequence[bytes] = ()
 ) -> None:
-    """Check that writing a file destroys nothing: it is no input, and what is there has been written so before.
+    """Check that an existing file may be replaced: it is not an input, and an earlier run of the command wrote it.
 
     Args:
         path: The file to write.
         inputs: Files that the command reads.
-        marks: What an earlier file of this kind has within its first bytes, one of them; any file when empty.
+        marks: A file of this kind has one of these in its first 64 KiB; if empty, any file may be replaced.
 
     Raises:
-        FileError: Another file is there.
+        FileError: The file is an input or of another kind.
     """
     if not os.path.lexists(path):
         return
     if any(os.path.exists(given) and os.path.samefile(path, given) for given in inputs):
         raise FileError(path, "", "this file is read by the same command", "Give another name, or --force")
-    if not marks or not os.path.isfile(path):  # what is no file is refused elsewhere
+    if not marks or not os.path.isfile(path):  # ``check_target`` refuses all but files
         return
     with open(path, "rb") as stream:
         head = stream.read(_HEAD_BYTES).lower()
@@ -91,17 +91,17 @@ def _check_existing(path: str | os.PathLike[str], real: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool = False, durable: bool = True) -> None:
-    """Write through a temporary file beside the target and a rename.  Missing folders are made.
+    """Write a temporary file beside the target and rename it.  Missing folders are created.
 
     Args:
-        data: All of its contents.
-        executable: Whether it may be executed.
-        durable: Whether the disk has it at the end, so that it survives a loss of power.  A busy disk takes half a
-            second or more for that.
+        data: The file's contents.
+        executable: Whether the file may be executed.
+        durable: Whether to wait for the disk (``fsync``), so that the file survives a power failure.  A busy disk takes
+            half a second or more for that.
 
     Raises:
-        FileError: see :func:`check_target`.
-        OSError: The disk is full or failed; the target is as it was.
+        FileError: See :func:`check_target`.
+        OSError: The disk is full or failed; the target is unchanged.
     """
     target = check_target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -125,19 +125,19 @@ def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = Fa
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2, *, durable: bool = True) -> None:
-    """Write JSON; see :func:`write_bytes`; raises ValueError for a number that JSON has no text for (NaN, infinity)."""
+    """Write JSON; see :func:`write_bytes`; raises ValueError for NaN and infinity, which JSON cannot represent."""
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n", durable=durable)
 
 
 def _umask() -> int:
-    """The process's mask; it can only be read by setting it."""
+    """The process's file mode mask, which can only be read by setting another one."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def ends_with_its_reader[**Words](main: Callable[Words, int]) -> Callable[Words, int]:
-    """Make a command end well when nobody reads on, as after ``| head``; its help, too."""
+    """Decorates a command so that a closed output, as after ``| head``, ends it without an error; ``--help``, too."""
 
     @functools.wraps(main)
     def command(*args: Words.args, **kwargs: Words.kwargs) -> int:
@@ -145,8 +145,8 @@ def ends_with_its_reader[**Words](main: Callable[Words, int]) -> Callable[Words,
         try:
             try:
                 code = main(*args, **kwargs)
-            finally:  # also where argparse leaves after --help
-                if sys.stdout is not None:  # as it is where a command is started with its output closed
+            finally:  # also when argparse exits after --help
+                if sys.stdout is not None:  # None if the command was started with its output closed
                     sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
