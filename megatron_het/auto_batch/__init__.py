@@ -1,5 +1,5 @@
-"""Poplar's automatic batches: measure every device, allocate passes, train under the plan that comes out.
+"""Poplar's automatic batches: measure every device, allocate passes to devices, and make the training's plan.
 
-Open ``coordinate.py`` first: the way from the start to the plan.  ``measure.py`` is one device's part,
-and the same idea for the parts of a sequence; ``allocation.py`` is the paper's algorithm.
+Open ``coordinate.py`` first: all steps from the start to the plan.  ``measure.py`` measures one device, also for
+context-parallel parts; ``allocation.py`` has the paper's algorithm.
 """

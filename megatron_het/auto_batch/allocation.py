@@ -1,4 +1,4 @@
-"""Who runs which passes: Poplar's algorithm 2, from one performance curve per device."""
+"""Allocation of passes to devices: Poplar's algorithm 2, from one performance curve per device."""
 
 import bisect
 import functools
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from megatron_het.plan import Plan, PlanError, Replica, ScheduleSpec, Stage, check_plan
 from megatron_het.plan.run_config import no_eval_interval, plan_from_flags, without_flags
 
-# What the collectives of a pass take: ZeRO-2 reduces gradients after it, ZeRO-3 also gathers parameters twice.
+# Time of a pass's collectives: ZeRO-2 reduces gradients after each pass, ZeRO-3 also gathers parameters twice.
 
-SIZES_BYTES = (1 << 16, 1 << 23)  # sizes at which a gather and a reduction are measured
+SIZES_BYTES = (1 << 16, 1 << 23)  # sizes at which an all-gather and a reduce-scatter are measured
 
 
 def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping[str, int]) -> float:
-    """Seconds of the collectives of one pass, none of which compute is taken to hide (Poplar, section 3.2).
+    """Seconds of the collectives of one pass, without overlap with compute (Poplar, section 3.2).
 
     Args:
-        seconds: What ``measure.measure_links`` found.
-        amounts: ``parameter_bytes`` and ``gradient_bytes`` of the model, in ``buckets`` collectives.
+        seconds: Result of ``measure.measure_links``.
+        amounts: ``parameter_bytes`` and ``gradient_bytes`` of the model, and ``buckets``, the number of collectives.
     """
     if zero < 2 or not seconds:
         return 0.0
@@ -29,21 +29,21 @@ def pass_seconds(zero: int, seconds: Mapping[str, list[float]], amounts: Mapping
 
 
 def _one(times: list[float], size_bytes: int, count: int) -> float:
-    """Latency of each collective, and the rest by bytes."""
+    """Seconds of ``count`` collectives with ``size_bytes`` in all: latencies plus transfer time."""
     small, large = SIZES_BYTES
     each_s = max(0.0, (times[1] - times[0]) / (large - small))
     latency_s = max(0.0, times[0] - each_s * small)
     return count * latency_s + size_bytes * each_s
 
 
-# Performance curves: seconds of a pass over the sequences in it (Poplar, section 3.2, figure 6).
+# Performance curves: seconds of a pass as a function of its number of sequences (Poplar, section 3.2, figure 6).
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of one forward and backward of one device, linear between measured sizes and never falling.
+    """Seconds of one forward and backward pass on one device: non-decreasing, linear between measured sizes.
 
-    Poplar draws a cubic spline; between noisy points a spline swings, and a larger pass could be predicted to be
+    Poplar fits a cubic spline; a spline oscillates between noisy points, and could predict that a larger pass is
     faster than a smaller one.
     """
 
@@ -52,10 +52,10 @@ class Curve:
 
     @classmethod
     def of(cls, points: Mapping[int, float]) -> "Curve":
-        """The curve through measured points, raised where a larger pass was measured to be faster.
+        """The curve through measured points; a point below that of a smaller size is raised to it.
 
         Raises:
-            ValueError: No point, or a time that is not positive.
+            ValueError: No point, or a size or time that is not positive.
         """
         if not points or min(points.values()) <= 0 or min(points) < 1:
             raise ValueError(f"a curve needs positive sizes and times, found {dict(points)}")
@@ -69,8 +69,8 @@ class Curve:
     def of_passes(cls, points: Mapping[int, Sequence[float]]) -> "Curve":
         """The curve through the mean times of repeated passes.
 
-        An iteration is a sum of passes.  A device that is shared by turns does a short pass at full speed or waits a
-        whole turn within it: the median would leave out the turns of the others.
+        An iteration is a sum of passes.  On a time-sliced device a short pass either runs at full speed or includes
+        a whole time slice of another process.  The median would ignore these slices.
 
         Args:
             points: Seconds of the passes of each size.
@@ -91,7 +91,7 @@ class Curve:
         """Seconds of a pass of ``size`` sequences; 0 for none.
 
         Raises:
-            ValueError: The pass is larger than what fits.
+            ValueError: The pass is larger than :attr:`largest`.
         """
         if size > self.largest:
             raise ValueError(f"a pass of {size} sequences does not fit; the largest has {self.largest}")
@@ -105,11 +105,11 @@ class Curve:
 
     @functools.cached_property
     def best(self) -> int:
-        """The pass with the most sequences per second; of equal ones the smallest."""
+        """Size of the pass with the most sequences per second; the smallest of equal ones."""
         return max(range(1, self.largest + 1), key=lambda size: (size / self.at(size), -size))
 
     def passes(self, count: int) -> list[int]:
-        """Sizes of the passes that do ``count`` sequences in the least time, largest first."""
+        """Sizes of passes with ``count`` sequences in all, largest first: the fastest of a few ways to divide them."""
         if count <= self.best:
             return [count] if count else []
         full, rest = divmod(count, self.best)
@@ -123,11 +123,11 @@ class Curve:
         return min(ways, key=lambda way: sum(map(self.at, way)))
 
     def seconds_of(self, count: int) -> float:
-        """Seconds in which ``count`` sequences are done."""
+        """Seconds for ``count`` sequences, in the passes of :meth:`passes`."""
         return sum(map(self.at, self.passes(count)))
 
 
-MOST_PASSES = 4096  # passes per iteration that are tried where all devices run equally many
+MOST_PASSES = 4096  # numbers of passes per iteration that are tried if all devices run equally many (ZeRO-2 and 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +136,17 @@ class Allocation:
 
     passes: tuple[tuple[int, ...], ...]  # sizes in sequences, per device
     predicted_s: tuple[float, ...]  # compute seconds of an iteration, per device
-    iteration_s: float  # seconds of the slowest, with the communication of passes
+    iteration_s: float  # seconds of an iteration: of the slowest device, with the communication of passes
 
 
 def allocate(curves: Sequence[Curve], global_batch: int, zero: int, communication_s: float = 0.0) -> Allocation:
-    """Poplar's allocation.
+    """Returns Poplar's allocation of an iteration's sequences to devices.
 
     Args:
         curves: One per device.
         global_batch: Sequences of an iteration.
         zero: ZeRO stage, 0 to 3.
-        communication_s: Of one pass, for ZeRO-2 and 3.
+        communication_s: Seconds of one pass's collectives, for ZeRO-2 and 3.
 
     Raises:
         ValueError: Fewer sequences than devices.
@@ -164,11 +164,11 @@ def allocate(curves: Sequence[Curve], global_batch: int, zero: int, communicatio
 
 
 def accumulated(curves: Sequence[Curve], global_batch: int) -> list[list[int]]:
-    """Passes of every device by Algorithm 2 for ZeRO-0 and 1, where devices meet once per iteration.
+    """Passes of every device by Algorithm 2 for ZeRO-0 and 1, where devices synchronise once per iteration.
 
-    Every device gets its share by its peak speed; what is left over goes, sequence by sequence, to the device that
-    would end first.  Then sequences move from the last to the first as long as the last one ends earlier by it:
-    the last, smaller pass of a device is slower per sequence than its peak.
+    Every device gets a share in proportion to its peak speed.  The sequences left by rounding go one by one to the
+    device that would end first with it.  Then sequences move from the last device to the first as long as this
+    shortens the iteration, because the smaller last pass of a device is slower per sequence than its peak.
     """
     speeds = [c.best / c.at(c.best) for c in curves]
     together = sum(speeds)
@@ -195,17 +195,17 @@ def accumulated(curves: Sequence[Curve], global_batch: int) -> list[list[int]]:
 
 
 class _Ends:
-    """When devices end, and when they would with one sequence more; heaps, because there may be thousands of devices.
+    """End times of devices, now and with one more sequence, in heaps because there may be thousands of devices.
 
-    Entries of devices that have got another number of sequences since are left where they are and passed over.
+    An entry is outdated if its device has another number of sequences by now; it is removed when it is at the top.
 
     Args:
-        counts: Sequences of every device, which are changed.
+        counts: Sequences of every device; this list is changed.
     """
 
     def __init__(self, curves: Sequence[Curve], counts: list[int]) -> None:
         self._counts = counts
-        same = {curve: curve for curve in curves}  # devices of a kind share what is known of their curve
+        same = {curve: curve for curve in curves}  # devices with equal curves share the cached seconds
         self._curves = [same[curve] for curve in curves]
         self._known: dict[tuple[int, int], float] = {}
         self._with_more = [(self._seconds(i, n + 1), i, n) for i, n in enumerate(counts)]
@@ -220,23 +220,23 @@ class _Ends:
         return self._known[key]
 
     def first(self) -> tuple[float, int]:
-        """The device that would end first with one sequence more, and when."""
+        """End time and number of the device that would end first with one more sequence."""
         while self._counts[self._with_more[0][1]] != self._with_more[0][2]:
             heapq.heappop(self._with_more)
         return self._with_more[0][:2]
 
     def last(self) -> tuple[float, int]:
-        """The device that ends last of those with more than one sequence, and when; nothing ends before nothing."""
+        """End time and number of the last device among those with several sequences; (0, -1) if there is none."""
         while self._now and self._counts[self._now[0][1]] != self._now[0][2]:
             heapq.heappop(self._now)
         return (-self._now[0][0], self._now[0][1]) if self._now else (0.0, -1)
 
     def give(self, i: int) -> None:
-        """One sequence more for a device."""
+        """Add a sequence to a device."""
         self._change(i, 1)
 
     def take(self, i: int) -> None:
-        """One sequence less."""
+        """Take a sequence from a device."""
         self._change(i, -1)
 
     def _change(self, i: int, more: int) -> None:
@@ -248,10 +248,10 @@ class _Ends:
 
 
 def synchronised(curves: Sequence[Curve], global_batch: int, communication_s: float) -> list[list[int]]:
-    """``sizes[pass][device]`` by Algorithm 2 for ZeRO-2 and 3, where devices meet in every pass.
+    """``sizes[pass][device]`` by Algorithm 2 for ZeRO-2 and 3, where devices synchronise in every pass.
 
-    Poplar tries every time of a pass and takes the largest sizes that end within it.  Here every number of passes
-    is tried, with the sizes that end first: the same search, without a last pass that is nearly empty.
+    Poplar tries durations of a pass, each with the largest sizes that end within it.  Here numbers of passes are
+    tried, each with the sizes that end first.  The search is equivalent, but leaves no nearly empty last pass.
     """
     fewest = -(-global_batch // sum(c.largest for c in curves))
     best: tuple[float, list[list[int]]] | None = None
@@ -266,13 +266,13 @@ def synchronised(curves: Sequence[Curve], global_batch: int, communication_s: fl
             best = (seconds, rows)
         elif best is not None and seconds > 2 * best[0]:
             break
-    if best is None:  # every device needs a sequence, however slow it is
+    if best is None:  # every number left some device without a sequence: give each one in a first pass
         return [[1] * len(curves), *synchronised(curves, global_batch - len(curves), communication_s)]
     return best[1]
 
 
 def _one_pass(curves: Sequence[Curve], sequences: int) -> list[int]:
-    """Sizes that add up to ``sequences`` and end first, none larger than what fits."""
+    """Sizes by device that add up to ``sequences``, fit, and end first; a bisection on the pass's duration."""
     low, high = 0.0, max(c.seconds[-1] for c in curves)
     for _ in range(60):
         middle = (low + high) / 2
@@ -296,28 +296,28 @@ def _seconds(curves: Sequence[Curve], steps: Sequence[Sequence[int]], communicat
     return sum(max(c.at(n) for c, n in zip(curves, row, strict=True)) + communication_s for row in steps)
 
 
-# The plans of automatic batches: the one that is measured, and the one that is trained.
+# The plans of automatic batches: those for measuring, and the one for the training.
 
 
 ZERO_STAGES = (0, 1, 2, 3)
 _FLAG = "--het-auto-batch"
-_CHUNKS = 16  # most chunks that ZeRO-2 and 3 cut the layers into
+_CHUNKS = 16  # most chunks into which the layers are divided under ZeRO-2 and 3
 _IMPLIED = "--calculate-per-token-loss"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 
 def base_plan(words: Sequence[str], world_size: int) -> tuple[Plan, list[str]]:
-    """The plan of Megatron's flags with one sequence per pass, and the words for Megatron.
+    """The plan of Megatron's flags with one sequence per pass, and the command-line words for Megatron.
 
     Raises:
-        PlanError: A flag is missing, or says what is measured.
+        PlanError: A flag is missing, or sets a size that is measured or divides the model.
     """
     given = {word.split("=", 1)[0]: word for word in words}
     if "--micro-batch-size" in given:
         raise PlanError("--micro-batch-size", "given", f"{_FLAG} measures it", "Leave the flag out")
     if "--global-batch-size" not in given:
         raise PlanError("--global-batch-size", None, f"required with {_FLAG}", "Say how many sequences a step has")
-    # As many passes as ranks, whatever the batch: only the model and the numerics are taken from this plan.
+    # As many passes as ranks for any batch: only the model and the numerics are taken from this plan.
     position = next(i for i, word in enumerate(words) if word.split("=", 1)[0] == "--global-batch-size")
     value = given["--global-batch-size"].partition("=")[2] or next(iter(words[position + 1 : position + 2]), "")
     if not value.isdecimal() or len(value) > 9 or int(value) < 1:
@@ -352,7 +352,7 @@ def with_zero(base: Plan, zero: int, passes: Sequence[Sequence[int]], devices: S
     owners = [(turn, rank) for rank, own in enumerate(rows) for turn in range(len(own))]
     ids: list[list[int]] = [[] for _ in rows]
     sizes = []
-    for m, (turn, rank) in enumerate(sorted(owners)):  # the global order of samples goes round
+    for m, (turn, rank) in enumerate(sorted(owners)):  # samples go to the ranks round-robin
         ids[rank].append(m)
         sizes.append(rows[rank][turn])
     replicas = tuple(
@@ -375,14 +375,14 @@ def with_zero(base: Plan, zero: int, passes: Sequence[Sequence[int]], devices: S
 
 
 def extra_words(plan: Plan, words: Sequence[str]) -> list[str]:
-    """Flags of Megatron that the plan's ZeRO stage asks for and that are not there."""
+    """Flags of Megatron that the plan's ZeRO stage needs and that are missing in ``words``."""
     given = {word.split("=", 1)[0] for word in words}
     saves = given & {"--save", "--load"}
     return [_RESHARDABLE] if plan.training.distributed_optimizer and saves and _RESHARDABLE not in given else []
 
 
 def _chunks(base: Plan) -> tuple[int, ...]:
-    """The layers in as many chunks as ZeRO-2 and 3 use, of nearly equal size."""
+    """Layers per chunk under ZeRO-2 and 3, nearly equal."""
     layers = base.model.num_layers
     count = min(layers, _CHUNKS)
     even, more = divmod(layers, count)

@@ -1,8 +1,8 @@
-"""Automatic batches from start to plan: measure on all ranks at once, decide on one, and tell all.
+"""Automatic batches from start to plan: all ranks measure at once, rank 0 allocates, all ranks get its plan.
 
 ``--het-auto-batch DIR`` runs this before Megatron starts.  Files are in ``DIR/auto_batch/``: ``measured.json`` has the
-curves and what was decided from them, ``plan.json`` the plan.  A later start with the same devices, model and batch
-takes the plan that is there.
+curves and the allocation, ``plan.json`` the plan.  A later start with the same devices, model and batch uses the
+stored plan.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from megatron_het.safe_io import FileError, one_line, read_json, write_json
 from megatron_het.store import StoreError
 from megatron_het.store.job import IDENTITY, Exchange, ExchangeError, end_all
 
-# The measuring process of this rank, seen from the process that will train.
+# The measuring process of this rank, a child of the process that will train.
 
 
 _MODULE = "megatron_het.auto_batch.measure"
@@ -41,7 +41,7 @@ _POLL_S = 0.1
 
 
 class MeasuringError(RuntimeError):
-    """The measuring process failed or did not answer; the message ends with its log."""
+    """The measuring process failed or did not answer; the message ends with the last lines of its log."""
 
 
 class MeasuringProcess:
@@ -49,9 +49,9 @@ class MeasuringProcess:
 
     Args:
         request: See ``measure.py``; written beside the log.
-        folder: For the request and the log.
-        watch: Called while waiting; raises if there is no use in waiting longer.
-        timeout_s: Bound on every answer.
+        folder: Folder of the request and the log.
+        watch: Called while waiting; raises if another rank has failed.
+        timeout_s: Bound on the wait for each answer.
     """
 
     def __init__(self, request: dict[str, Any], folder: Path, watch: Callable[[], None], timeout_s: float) -> None:
@@ -76,8 +76,8 @@ class MeasuringProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the process, whatever it does."""
-        self._connection.close()  # which it takes for the end
+        """End the process, by force if it does not end by itself."""
+        self._connection.close()  # the process ends when its connection is closed
         try:
             self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -116,34 +116,34 @@ class MeasuringProcess:
         return MeasuringError(f"ended with exit code {code}\n{self._tail()}")
 
     def _tail(self) -> str:
-        """Returns the last line of a process that has refused something, and more lines of one that has failed."""
+        """Returns the end of the log: the last line if that is an error of this project, else the last 30 lines."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         count = 1 if lines and lines[-1].startswith("megatron_het: ") else _TAIL
         return "\n".join([f"--- end of {self._log} ---", *lines[-count:]])
 
 
-# How much memory this rank's device has for training, and what it is called.
+# Name of this rank's device, and its memory for training.
 
 
 VARIABLE = "HET_MEMORY_LIMIT_BYTES"
-"""An artificial limit per rank, for trials without large devices: one number, or one per local rank with ``;``."""
+"""Artificial limit per rank, for tests on small machines: one number of bytes, or one per local rank with ``;``."""
 
-_CUDA_SHARE = 0.92  # the rest is for NCCL's buffers and for what the allocator cannot use
+_CUDA_SHARE = 0.92  # the rest is for NCCL's buffers and fragmentation
 _HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A rank's device."""
+    """Name and memory limit of a rank's device."""
 
     name: str
-    limit_bytes: int  # what tensors may take
-    is_artificial: bool  # whether somebody has asked for this limit
+    limit_bytes: int  # most bytes of tensors
+    is_artificial: bool  # whether the limit is from :data:`VARIABLE`
 
     def as_json(self) -> dict[str, Any]:
-        """For the other ranks and for files.
+        """Returns JSON values, which identify the device of a stored plan.
 
-        What is free on a host changes from start to start, and does not make another device of it.
+        The free memory of a host changes from start to start, so it is 0 here.
         """
         found = asdict(self)
         if not self.is_artificial and self.name == "CPU":
@@ -180,7 +180,7 @@ def _given(value: str) -> int:
 
 
 def _available_bytes() -> int:
-    """Memory of the host that nobody uses; 4 GiB where it is not known."""
+    """Available memory of the host; 4 GiB if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
@@ -189,29 +189,29 @@ def _available_bytes() -> int:
 
 
 MEASURED_FORMAT = "megatron_het.auto_batch"
-_TIMEOUT_S = 900.0  # for another rank, or for one answer
-_SEARCH_S = 120.0  # growing the batch ends then; what fitted by then is the largest
-_CURVE_S = 120.0  # timing ends with the round that is over then, on all ranks
+_TIMEOUT_S = 900.0  # bound on the wait for another rank, and for one answer
+_SEARCH_S = 120.0  # bound on the search for the largest pass; the largest that has fitted by then is used
+_CURVE_S = 120.0  # after this, timing ends with the current round on all ranks
 _REPETITIONS, _ROUND_S, _MOST_POINTS = 5, 1.0, 7
 
 
 class _Problem(RuntimeError):
-    """Holds what is wrong, for the one message."""
+    """No ZeRO stage fits, or ranks have different plans."""
 
 
 def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[Plan, str, list[str]]:
-    """The plan that this run trains under; the same on all ranks.
+    """The plan of this run, the same on all ranks.
 
     Args:
         folder: The run folder.
-        least_zero: The ZeRO stage to begin with; a distributed optimizer among the flags asks for 1.
+        least_zero: The first ZeRO stage to try; with the distributed optimizer it is at least 1.
 
     Returns:
-        The plan, its file, and the words for Megatron.
+        The plan, its file, and the command-line words for Megatron.
 
     Raises:
-        PlanError: A flag is missing or cannot go with automatic batches.
-        SystemExit: Measuring failed on a rank, or nothing fits; every rank says why.
+        PlanError: A flag is missing or cannot be combined with automatic batches.
+        SystemExit: Measuring failed on a rank, or nothing fits; every rank prints the reason.
     """
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     base, rest = base_plan(words, world_size)
@@ -234,7 +234,7 @@ def plan_for(folder: Path, words: Sequence[str], least_zero: int = 0) -> tuple[P
 
 @dataclass(eq=False)
 class _Maker:
-    """Makes the plan on one rank, together with the others."""
+    """Makes the plan; runs on every rank."""
 
     base: Plan  # model and numerics
     words: list[str]  # Megatron's flags
@@ -251,16 +251,16 @@ class _Maker:
         self._pass_s = 0.0
 
     def plan(self) -> tuple[Plan, str, list[str]]:
-        """Take the stored plan, or measure."""
+        """Use the stored plan, or measure; returns the same as :func:`plan_for`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         devices = self.exchange.gather("devices", self._limit.as_json())
-        # What a stored plan must have been made for.
+        # A stored plan is used only if it was made for this model, first ZeRO stage and devices.
         text = json.dumps([plan_hash(self.base), self._first_zero, list(devices)], sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         stored = self.exchange.decided("stored", self._stored(key) if self.rank == 0 else None)
         if stored is None:
             stored = self._measured(key, devices)
-        plan = Plan.from_json(stored["plan"])  # strictly, as a plan file is read
+        plan = Plan.from_json(stored["plan"])  # with the checks of a plan file
         check_plan(plan)
         hashes = self.exchange.gather("agreed", plan_hash(plan))
         if len(set(hashes)) > 1:
@@ -270,7 +270,7 @@ class _Maker:
         return plan, str(self._plan_file), [*self.words, *extra_words(plan, self.words)]
 
     def _stored(self, key: str) -> dict[str, Any] | None:
-        """Returns what an earlier start with the same devices has left (rank 0)."""
+        """Returns the stored plan of an earlier start for the same key, None if there is none (rank 0)."""
         try:
             found = read_json(self.folder / "measured.json")
             if found.get("format") != MEASURED_FORMAT or found.get("key") != key:
@@ -313,12 +313,12 @@ class _Maker:
                 "measured_in_s": round(time.monotonic() - started_s, 1),
             }
             save_plan(plan, self._plan_file)
-            write_json(self.folder / "measured.json", found)  # last: who finds it finds the plan
+            write_json(self.folder / "measured.json", found)  # last: if it exists, the plan does, too
             result = {"plan": plan.to_json(), "summary": summary}
         return self.exchange.decided("result", result)
 
     def _at_stage(self, zero: int, devices: list[Any], tried: list[dict[str, Any]]) -> Curve | None:
-        """This rank's curve at a ZeRO stage; None where one sequence does not fit on some rank."""
+        """This rank's curve at a ZeRO stage; None if one sequence does not fit on some rank."""
         names = [device["name"] for device in devices]
         plan = with_zero(self.base, zero, [[1]] * self.world_size, names)
         file = self.folder / f"measured-plan-rank-{self.rank}-zero-{zero}.json"
@@ -350,11 +350,11 @@ class _Maker:
             return self._curve(process, zero, largest)
 
     def _largest(self, process: MeasuringProcess) -> int:
-        """Sequences of the largest pass that fits: twice as many each time, then halving what is between.
+        """Sequences of the largest pass that fits, by doubling and then bisection.
 
-        Poplar, algorithm 1, without its first estimate: each trial is one pass.
+        Poplar, algorithm 1, without its first estimate.
         """
-        most = self.base.training.global_batch_size - self.world_size + 1  # the others have one sequence each
+        most = self.base.training.global_batch_size - self.world_size + 1  # each other rank has at least one sequence
         end_s = time.monotonic() + _SEARCH_S
         fits, fails = 1, most + 1
         while fits < most and fails == most + 1 and time.monotonic() < end_s:
@@ -372,7 +372,7 @@ class _Maker:
         return fits
 
     def _fits(self, process: MeasuringProcess, size: int) -> bool:
-        """Whether a pass of so many sequences fits on this rank."""
+        """Whether a pass of ``size`` sequences fits on this rank."""
         answer = process.ask(do="try", size=size)
         shown = (
             f"took {answer['seconds']:.3g} s"
@@ -383,14 +383,14 @@ class _Maker:
         return answer["fits"]
 
     def _say(self, text: str) -> None:
-        """One line of progress, from the first rank."""
+        """Print a line of progress on rank 0."""
         if self.rank == 0:
             sys.stderr.write(f"megatron_het: automatic batches: {text}\n")
 
     def _curve(self, process: MeasuringProcess, zero: int, largest: int) -> Curve:
-        """Times of a few sizes.  All ranks measure at the same time: devices may share what makes them fast."""
+        """Times a few sizes.  All ranks measure at the same time, because devices may share cores, power or buses."""
         first, *between = _points(largest)
-        sizes = [first, *between[-1:], *between[:-1]]  # where time runs out, the ends are known
+        sizes = [first, *between[-1:], *between[:-1]]  # smallest and largest first, in case time runs out
         rounds = max(self.exchange.gather(f"points/{zero}", len(sizes)))
         points: dict[int, list[float]] = {}
         end_s = time.monotonic() + _CURVE_S
@@ -399,7 +399,7 @@ class _Maker:
             self._say(f"timing passes, round {turn + 1} of {rounds}: {size} sequences on rank {self.rank}")
             process.tell(do="time", size=size, repetitions=_REPETITIONS, seconds=_ROUND_S)
             points.setdefault(size, []).extend(process.answer()["seconds"])
-            # The process goes on with its passes until everybody has an answer.
+            # The process repeats passes until its next command, so that devices stay busy until all have answered.
             has_time = self.exchange.gather(f"round/{zero}/{turn}", time.monotonic() < end_s)
             if turn and not all(has_time):
                 break
@@ -407,7 +407,7 @@ class _Maker:
 
 
 def _points(largest: int) -> list[int]:
-    """Sizes to be timed: 1, 2, 4 and so on, and the largest; the smallest ones are left out where there are many."""
+    """Sizes to be timed: powers of two and the largest; with more than seven, the small ones except 1 are left out."""
     sizes = [1 << i for i in range(largest.bit_length()) if 1 << i < largest] + [largest]
     while len(sizes) > _MOST_POINTS:
         sizes.pop(1)

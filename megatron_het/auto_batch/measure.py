@@ -1,10 +1,10 @@
-"""Measures one device, for automatic batches and for parts of a sequence.
+"""Measures one device, for automatic batches and for context-parallel parts.
 
-``python -m megatron_het.auto_batch.measure REQUEST FD``, in a process of its own, runs the real training of one rank
-under the plan of a ZeRO stage: real layers, real optimizer state, real shards.  The other ranks are not there;
-collectives with them take no time and leave finite values, so that what is timed is compute alone (Poplar, section 3.1:
-the time of collectives is subtracted).  Commands and answers are JSON, over one connection.  Running out of memory is
-an answer.
+``python -m megatron_het.auto_batch.measure REQUEST FD``, in its own process, runs the real training of one rank
+under the plan of a ZeRO stage: real layers, real optimizer state, real shards.  The other ranks are simulated:
+collectives with them take no time and leave finite values, so that only compute is timed (Poplar, section 3.1:
+the time of collectives is subtracted).  Commands and answers are JSON messages over one connection.  Running out of
+memory is an answer, not an error.
 """
 
 import contextlib
@@ -41,35 +41,35 @@ from megatron_het.store.torch_store import TorchStore
 
 # Context-parallel parts by measured speed (``--het-measured-cp-shares``), HexiSeq's idea.  A rank's work grows with its
 # part of a sequence, so ranks end together if parts are in proportion to their speeds.  Every rank times one layer on
-# an average slice, all at the same time, because devices of one node may share what makes them fast.
+# an average slice, all at the same time, because devices of one node may share cores, power or buses.
 
 
-WHOLE = 100  # shares of a replica add up to about this: measured speeds are not better than a part in a hundred
-_EQUAL = 0.05  # of the mean; ranks closer than this are alike
-_TIMEOUT_S = 300.0  # for another rank
+WHOLE = 100  # shares of a replica add up to about this: measured speeds are not more precise than 1 %
+_EQUAL = 0.05  # share of the mean; if all seconds are within it, the parts are equal
+_TIMEOUT_S = 300.0  # bound on the wait for another rank
 _REPETITIONS, _SECONDS = 5, 1.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measured_on(plan: Plan, platform: Platform, rank: int) -> Plan:
-    """:func:`with_measured_shares` together with the other processes that have been started.
+    """:func:`with_measured_shares` over the job's store.
 
     Raises:
-        SystemExit: A rank failed or did not come; every rank says why.
+        SystemExit: A rank failed or did not arrive; every rank prints the reason.
     """
     exchange: Exchange | None = None
     try:
         exchange = Exchange(rank, plan.world_size, _TIMEOUT_S)
         return with_measured_shares(plan, platform, rank, exchange)
-    except (ExchangeError, RuntimeError) as error:  # of the store, or of torch: out of memory, no kernel
+    except (ExchangeError, RuntimeError) as error:  # RuntimeError: from torch, out of memory or without a kernel
         end_all(exchange, "--het-measured-cp-shares", rank, error)
 
 
 def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Exchange) -> Plan:
-    """The plan with parts by measured speed; the same on all ranks.
+    """The plan with context-parallel parts by measured speed; the same on all ranks.
 
     Args:
-        plan: At least one replica has context parallelism.
+        plan: A plan in which at least one replica has context parallelism.
 
     Returns:
         The plan with new ``cp_shares`` in all replicas of context parallelism.
@@ -91,7 +91,7 @@ def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Ex
 
 
 def shares_of(seconds: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to speeds, of seconds for the same work by rank; none where all are about as fast."""
+    """Integer shares in proportion to speeds, from seconds for the same work; empty if all are nearly equal."""
     mean = statistics.fmean(seconds)
     if max(seconds) - min(seconds) <= _EQUAL * mean:
         return ()
@@ -100,7 +100,7 @@ def shares_of(seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def described(plan: Plan) -> str:
-    """The shares in one line."""
+    """One line of text with the shares of the first eight replicas."""
     rows = [
         f"stage {s}, ranks {replica.ranks[0]} to {replica.ranks[-1]}: "
         + (" ".join(map(str, replica.cp_shares)) if replica.cp_shares else "equal")
@@ -113,7 +113,7 @@ def described(plan: Plan) -> str:
 
 
 def _shared(replica: Replica, seconds: Sequence[float]) -> Replica:
-    """A replica with parts by the speed of each tensor-parallel group, which is that of its slowest rank."""
+    """A replica with parts by the speed of each tensor-parallel group, that of the group's slowest rank."""
     if replica.cp == 1:
         return replica
     groups = [replica.tp_group(part) for part in range(replica.cp)]
@@ -121,12 +121,12 @@ def _shared(replica: Replica, seconds: Sequence[float]) -> Replica:
 
 
 def _seconds(plan: Plan, replica: Replica, platform: Platform, exchange: Exchange) -> float:
-    """Mean time of a layer's work on this rank's equal part of a slice.
+    """Mean seconds of a layer's work on this rank's part of a slice, with equal parts.
 
-    The mean, because a device that pauses now and then is a slow one.
+    The mean and not the median, so that pauses of a device count.
     """
     work = _work(plan, replica, platform.device)
-    work()  # kernels are chosen and compiled
+    work()  # warm-up: kernels are chosen and compiled
     platform.synchronize()
     count, start_s = 0, time.perf_counter()
     while True:
@@ -140,10 +140,10 @@ def _seconds(plan: Plan, replica: Replica, platform: Platform, exchange: Exchang
 
 
 def _work(plan: Plan, replica: Replica, device: torch.device) -> Callable[[], None]:
-    """Forward and backward of one dense layer with the shapes of the plan's model, as a function.
+    """Returns a function that runs forward and backward of one dense layer with the shapes of the plan's model.
 
-    The queries of half a slice against all keys of the rank are as many pairs as a causal slice has in the mean.
-    Layers with experts or latent attention are measured as dense ones: what counts is how devices compare.
+    The queries of half a slice with all keys of the rank are as many pairs as a causal slice has on average.
+    Layers with experts or latent attention are measured as dense ones: only the ratio between devices is used.
     """
     model, dtype = plan.model, _DTYPES[plan.training.precision]
     slices = max(1, int(plan.schedule.parameters.get("slices", 1)))
@@ -175,7 +175,7 @@ def _work(plan: Plan, replica: Replica, device: torch.device) -> Callable[[], No
 
 
 def _kernel(query: torch.Tensor) -> Kernel | None:
-    """The kernel of slices on this device; None where there is none, and only linear layers are timed."""
+    """The attention kernel of slices on this device; None if there is none: then only linear layers are timed."""
     try:
         return choose_kernel(Setting.of(query))
     except ValueError:
@@ -183,10 +183,10 @@ def _kernel(query: torch.Tensor) -> Kernel | None:
 
 
 def measured_config(config: HetConfig, device: Platform) -> HetConfig:
-    """Returns the configuration with parts that this run's devices were measured for, on all ranks at once.
+    """Returns the configuration with context-parallel parts by the measured speed of the devices; on all ranks.
 
     Raises:
-        PlanError: The plan cannot have these parts.
+        PlanError: The plan does not allow these parts.
     """
     assert config.plan is not None
     rank = int(os.environ.get("RANK", "0"))
@@ -197,24 +197,24 @@ def measured_config(config: HetConfig, device: Platform) -> HetConfig:
     return replace(config, plan=plan)
 
 
-# A measured pass is no training step: nothing is saved, logged, repeated or loaded.
+# Flags without which Megatron would evaluate, start data workers or check results again.
 _LAST = ("--num-workers", "0", "--eval-iters", "0", "--rerun-mode", "disabled")
 _MOST_REPETITIONS = 10_000
 _LINK_REPETITIONS = 3
 
 
 class _Done(BaseException):
-    """Measuring is over; nothing of Megatron may take it for an error."""
+    """Ends measuring; a BaseException, so that no handler of Megatron catches it."""
 
 
 class Commands:
-    """Holds what the parent process asks over a connection, and the answers."""
+    """Receives the parent process's commands over a connection, and sends answers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
     def next(self) -> dict[str, Any]:
-        """The next command; an end of the parent ends measuring."""
+        """The next command; raises _Done if the parent has closed the connection."""
         try:
             return json.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -226,11 +226,11 @@ class Commands:
 
 
 class MeasuringSession(HetSession):
-    """A session whose first iteration becomes the measurements.
+    """A session that measures in its first iteration.
 
     Args:
         config, platform, rank: As for :class:`HetSession`.
-        memory: Open while memory is measured; closed before times are.
+        memory: Holds the memory limit while sizes are tried; closed before passes are timed.
     """
 
     def __init__(
@@ -243,36 +243,36 @@ class MeasuringSession(HetSession):
         self._pass_s = 0.0
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
-        """Measures until there is nothing more to be measured; never returns."""
+        """Run the parent's commands; does not return, but raises _Done at the end."""
         self._commands.answer(open=True, amounts=_amounts(keywords["model"]), links=self.links_s)
         while True:
             command = self._commands.next()
             if command["do"] == "try":
                 self._commands.answer(**self._try(command["size"], keywords))
             elif command["do"] == "time":
-                self._memory.close()  # counting bytes takes time of every operator
+                self._memory.close()  # counting bytes slows every operator
                 self._time(command, keywords)
             else:
                 raise _Done
 
     def _try(self, size: int, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Whether an iteration with one pass of ``size`` sequences fits, and how long the pass took."""
+        """Returns whether an iteration with one pass of ``size`` sequences fits, and the pass's seconds."""
         try:
-            self._step(size, keywords)  # the optimizer's state comes with the first step
+            self._step(size, keywords)  # the first step allocates the optimizer's state
             self._step(size, keywords)
         except torch.OutOfMemoryError as error:
             problem = str(error)
         else:
             return {"fits": True, "seconds": self._pass_s}
-        gc.collect()  # the traceback held the pass's tensors
+        gc.collect()  # frees the pass's tensors, which the traceback held
         if self._platform.is_cuda:
             torch.cuda.empty_cache()
         return {"fits": False, "problem": problem}
 
     def _time(self, command: dict[str, Any], keywords: dict[str, Any]) -> None:
-        """Repeat a pass, answer when it has been repeated enough, and go on until the next command comes.
+        """Repeat a pass, answer after enough repetitions, and continue until the next command.
 
-        A device that rests while others are measured would make them faster than they are in training.
+        If this device were idle while others are still measured, these would be faster than in training.
         """
         found: list[float] = []
         start_s, answered = time.perf_counter(), False
@@ -300,7 +300,7 @@ class MeasuringSession(HetSession):
         optimizer = optimizer_of(get_model_config(models[0]))
         optimizer.zero_grad()
         batch = _batch(get_args(), size)
-        batches = (dict(batch) for _ in itertools.count())  # Megatron changes what it gets
+        batches = (dict(batch) for _ in itertools.count())  # copies, because Megatron changes a batch
         iterators: Any = [batches] * len(models) if isinstance(keywords["data_iterator"], list) else batches
         count = self.plan.world_size
         self._platform.synchronize()
@@ -316,7 +316,7 @@ class MeasuringSession(HetSession):
 
 
 def _amounts(models: Any) -> dict[str, int]:
-    """Returns what the collectives of a pass move."""
+    """Returns the bytes that the collectives of a pass move, and their number (``buckets``)."""
     buffers = [buffer for model in (models if isinstance(models, list) else [models]) for buffer in model.buffers]
     held = [buffer for buffer in buffers if buffer.param_data is not None]  # ZeRO-0 has no buffer of parameters
     return {
@@ -342,15 +342,15 @@ def _batch(args: Any, size: int) -> dict[str, torch.Tensor]:
 
 
 def measure_links(request: Mapping[str, Any], backend: str, device: Any) -> dict[str, list[float]]:
-    """Seconds of a gather and a reduction over all ranks at two sizes.  Collective over the measuring processes.
+    """Seconds of an all-gather and a reduce-scatter over all ranks.  Collective over the measuring processes.
 
     Args:
         request: ``rank``, ``world_size`` and ``store`` (prefix, timeout_s).
-        backend: Of ``torch.distributed``.
-        device: What the collectives move.
+        backend: Backend of ``torch.distributed``.
+        device: Device of the tensors.
 
     Returns:
-        ``gather`` and ``reduce``: medians, by ``SIZES_BYTES`` of the whole tensor.
+        ``gather`` and ``reduce``: medians for whole tensors of ``SIZES_BYTES``, in that order.
     """
     place, world_size = request["store"], request["world_size"]
     timeout = timedelta(seconds=place["timeout_s"])
@@ -379,7 +379,7 @@ def _median(call: Callable[[], Any], device: Any) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure until the parent says that it is enough."""
+    """Measure until the parent ends measuring."""
     request_file, descriptor = sys.argv[1:] if argv is None else argv
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     commands = Commands(Connection(int(descriptor)))
@@ -390,11 +390,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             commands.answer(open=False, problem=str(error))
         except _Done:
             pass
-    os._exit(0)  # Megatron's threads and groups are of no use any more
+    os._exit(0)  # without shutting down Megatron's threads and groups
 
 
 def _run(request: dict[str, Any], commands: Commands, memory: contextlib.ExitStack) -> None:
-    """Start the rank's training, which the session turns into measurements."""
+    """Start the training of this rank with a :class:`MeasuringSession`."""
     from megatron_het import device as platform
     from megatron_het.arguments import hooks
     from megatron_het.device.memory import limited_memory

@@ -1,6 +1,6 @@
-"""The watch: measured beside predicted times while a run trains; what drifted, by name.
+"""The watch: compares measured with predicted times during training, and names devices and links that drift.
 
-Open ``drift.py`` first: what drift is.  ``runtime.py`` measures on every rank and leaves ``samples.py`` in the store.
-One rank has ``monitor.py``, which makes findings of all samples and writes them where people look.  No torch, but for
-``runtime.py``.
+Open ``drift.py`` first: the definition of drift.  ``runtime.py`` measures on every rank and writes samples
+(``samples.py``) to the store.  On the last rank ``monitor.py`` reads all samples, and writes findings to log, files and
+TensorBoard.  Only ``runtime.py`` imports torch.
 """

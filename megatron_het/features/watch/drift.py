@@ -1,13 +1,13 @@
 """Drift: measured against predicted seconds of devices and links, iteration by iteration.
 
-Devices of one kind, and links between the same kinds, form a *group*.  Every figure is the median over a small window,
-so that one slow iteration says nothing.  When the first window is full, each subject gets its *reference*: what it
-took then, unless it took much longer than the others of its group, which then are the reference.  The group's
-deviation from the plan at that time says whether the plan's figures of this kind are right.
+Devices of one kind, and links between the same kinds, form a *group*.  Every time is the median over a small window,
+so that one slow iteration has no effect.  When its first window is full, each subject (device or link) gets its
+*reference*: its time then or, if that was much longer than in the rest of the group, the group's typical time.  The
+group's deviation from the plan at that time shows whether the plan's figures of this kind are right.
 
-Later a figure is compared with its reference.  What the whole group has in common (the lower median of its members)
-is about the kind; what remains is about the subject.  Where all operations are slower by about one factor, it is the
-device; where one kind of operation is, it is this operation.
+Later each time is compared with its reference.  The drift common to the group (the lower median of its members) is
+attributed to the kind, and the rest to the subject.  If all operations of a device drift by about one factor, the
+finding is the device; if one kind of operation drifts, it is this operation.
 """
 
 from collections import deque
@@ -16,34 +16,34 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-# What a watch finds, in words.
+# Findings, and their texts.
 
 What = Literal["device", "operation", "link", "profile"]
-"""A device that computes slower, one kind of operation of one device, a link, or figures of a whole kind that the plan
-was made from."""
+"""Subject of a finding: a device, one kind of operation of a device, a link, or the profile of a kind of device or
+link."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """One thing that is not as planned."""
+    """A drift of a device, operation, link or profile."""
 
-    what: What  # which sort of thing
-    name: str  # its name: ``rank 2``, ``rank 0 -> rank 1``, ``a100``, ``a100 -> l40s``
-    factor: float  # how many times as long it takes as before (device, operation, link), or as planned
-    since: int  # first iteration in which it was so; 0 for the whole run
-    found: int  # iteration after which it was known
+    what: What
+    name: str  # name of the subject: ``rank 2``, ``rank 0 -> rank 1``, ``a100``, ``a100 -> l40s``
+    factor: float  # measured time over its reference (device, operation, link), or over the planned time (profile)
+    since: int  # first iteration with the drift; 0 for the whole run
+    found: int  # iteration after which the drift was detected
     kind: str = ""  # kind of device, or kinds of both ends
     operation: str = ""  # kind of operation, "" for all
-    place: str = ""  # more words about where, e.g. stage, replica and host.
-    ended: int | None = None  # iteration after which it was over; None while it lasts
+    place: str = ""  # stage, replica and host of a device; hosts of a link
+    ended: int | None = None  # iteration after which the drift was over; None while it lasts
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Returns what makes it the same finding."""
+        """Returns the identity of the finding, the same in every iteration."""
         return self.what, self.name, self.operation
 
     def text(self) -> str:
-        """One sentence."""
+        """Returns a sentence about the finding."""
         since = f" since iteration {self.since}" if self.since else " since the start"
         where = f" ({self.place})" if self.place else ""
         times = f"{self.factor:.2f} times"
@@ -62,7 +62,7 @@ class Finding:
 
 
 UNIFORM = 0.4  # all operations drift alike if each has at least this share of the mean drift
-SIGNIFICANT = 0.1  # operations below this share of a subject's time are not asked whether they drift alike
+SIGNIFICANT = 0.1  # operations with less than this share of a subject's time are ignored in that test
 
 
 @dataclass(slots=True)
@@ -71,35 +71,35 @@ class Subject:
 
     name: str
     what: What  # ``device`` or ``link``
-    group: str  # subjects with equal ones are alike
+    group: str  # subjects of the same group are compared with each other
     predicted_s: Mapping[str, float]  # by operation: seconds per iteration of a device, per transfer of a link
-    place: str = ""  # more words about where it is
+    place: str = ""  # stage, replica and host of a device; hosts of a link
     ends: tuple[str, ...] = ()  # names of the devices of a link
-    weight: float = 1.0
+    weight: float = 1.0  # transfers per iteration of a link for which a receiver waited
     recent: dict[str, deque[tuple[int, float]]] = field(default_factory=dict)
     reference_s: dict[str, float] = field(default_factory=dict)
     odd_since: int | None = None
-    """The iteration from which it took much longer than its group when references were given, 0 for the first one that
-    the watch has looked at; None if it did not."""
+    """First slow iteration, if the subject was much slower than its group when it got its reference; 0 if that is the
+    first iteration that the watch has compared.  None if the subject was not slower."""
 
     def now_s(self, operation: str) -> float:
-        """The smoothed figure."""
+        """Median of the window's seconds."""
         return median(seconds for _, seconds in self.recent[operation])
 
     def is_full(self) -> bool:
-        """Whether there is a window of every operation."""
+        """Whether the windows of all operations are full."""
         return bool(self.recent) and all(len(row) == row.maxlen for row in self.recent.values())
 
 
 class DriftWatch:
-    """Follows subjects.
+    """Finds drift of devices and links.
 
     Args:
         subjects: All devices and links.
-        smoothing: Iterations whose median counts.
-        threshold: Smallest drift that is named: 0.15 is 15 % longer.
-        device_share: Smallest excess of a device, as a share of the iteration.
-        link_share: The same of a link.
+        smoothing: Size of the window in iterations.
+        threshold: Smallest drift that is reported: 0.15 is 15 % longer.
+        device_share: Smallest excess of a device that is reported, as a share of the iteration.
+        link_share: Smallest excess of a link that is reported, as a share of the iteration.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class DriftWatch:
         self._iterations_s: deque[float] = deque(maxlen=smoothing)
         self._first: int | None = None
         self.profile: dict[tuple[str, str], dict[str, float]] = {}
-        """By group and operation, measured over predicted, as far as the group has it in common."""
+        """By group and operation: measured over predicted time, the lower median of the group at the reference."""
         self.active: dict[tuple[str, str, str], Finding] = {}
         self.ended: list[Finding] = []
 
     @property
     def iteration_s(self) -> float:
-        """The smoothed time of an iteration."""
+        """Median of the window's iteration times; 0 before the first iteration."""
         return median(self._iterations_s) if self._iterations_s else 0.0
 
     def add(
@@ -136,15 +136,15 @@ class DriftWatch:
         devices: Mapping[str, Mapping[str, float]],
         links: Mapping[str, tuple[float, float]],
     ) -> list[Finding]:
-        """One iteration.
+        """Add the times of an iteration.
 
         Args:
-            iteration_s: Its time.
-            devices: By name and operation, seconds.
-            links: By name: seconds of a transfer, and how many transfers were waited for.
+            iteration_s: Time of the iteration.
+            devices: Seconds by name and operation.
+            links: By name: seconds of a transfer, and number of transfers for which the receiver waited.
 
         Returns:
-            What is new, and what has ended.
+            Findings that are new or have ended.
         """
         self._iterations_s.append(iteration_s)
         self._first = iteration if self._first is None else self._first
@@ -155,7 +155,7 @@ class DriftWatch:
             subject.weight = count
             self._put(subject, iteration, {"transfer": seconds})
         found: dict[tuple[str, str, str], Finding] = {}
-        for key in sorted(self._groups):  # devices come before links, which they may explain
+        for key in sorted(self._groups):  # devices before links, because a slow device may explain a slow link
             for finding in self._group_findings(key, iteration, found):
                 found[finding.key] = finding
         return self._changes(found, iteration)
@@ -185,7 +185,7 @@ class DriftWatch:
                 yield finding
 
     def _refer(self, key: tuple[str, str], ready: Sequence[Subject]) -> None:
-        """Give references to those that have none."""
+        """Set the reference of subjects that have none, and the group's profile."""
         fresh = [s for s in ready if not s.reference_s]
         if not fresh:
             return
@@ -205,14 +205,14 @@ class DriftWatch:
                         self._mark_odd(s, operation)
 
     def _mark_odd(self, subject: Subject, operation: str) -> None:
-        """Since when a subject has been slower than its group; a link may have been waited for late in the run only."""
+        """Set :attr:`Subject.odd_since`, which may be late in the run for a link that was seldom waited for."""
         limit = subject.reference_s[operation] * (1 + self._threshold / 2)
         slow = next(iteration for iteration, seconds in subject.recent[operation] if seconds > limit)
         since = 0 if slow == self._first else slow
         subject.odd_since = since if subject.odd_since is None else min(subject.odd_since, since)
 
     def _common(self, ready: Sequence[Subject]) -> dict[str, float]:
-        """By operation, by what the whole group has drifted; 1 for a single subject."""
+        """The group's common drift from its references, as a factor by operation; 1 for a single subject."""
         out = {}
         for operation in _operations(ready):
             factors = [s.now_s(operation) / s.reference_s[operation] for s in ready if operation in s.reference_s]
@@ -222,7 +222,7 @@ class DriftWatch:
     def _kind_findings(
         self, key: tuple[str, str], ready: Sequence[Subject], common: Mapping[str, float], iteration: int
     ) -> Iterator[Finding]:
-        """Figures of the whole kind that are not as planned."""
+        """Yields findings about a kind: operations whose times in the whole group differ from the plan."""
         what, group = key
         least_s = self._shares[what] * self.iteration_s
         off: dict[str, float] = {}
@@ -244,7 +244,7 @@ class DriftWatch:
             )
 
     def _subject_finding(self, subject: Subject, common: Mapping[str, float], iteration: int) -> Finding | None:
-        """A subject that has left its reference by more than its group has."""
+        """Returns the finding of a subject that has drifted beyond the common drift of its group, or None."""
         should = {op: seconds * common[op] for op, seconds in subject.reference_s.items()}
         now = {op: subject.now_s(op) for op in should}
         total = sum(should.values())
@@ -271,12 +271,12 @@ class DriftWatch:
         )
 
     def _bar(self, subject: Subject, operation: str) -> float:
-        """Factor from which a drift is named; lower for one that has been, so that names do not flicker."""
+        """Smallest factor that is reported; lower for an active finding, so that findings do not flicker."""
         names = (subject.what, subject.name, ""), ("operation", subject.name, operation)
         return 1 + self._threshold * (0.5 if any(name in self.active for name in names) else 1.0)
 
     def _since(self, subject: Subject, should: Mapping[str, float], operations: Sequence[str]) -> int:
-        """The first iteration of the window with the drift, or what was said before; 0 where it was always so."""
+        """First iteration with the drift: of the active finding, else ``odd_since``, else the first in the window."""
         for key in ((subject.what, subject.name, ""), ("operation", subject.name, operations[0])):
             if key in self.active:
                 return self.active[key].since
@@ -287,7 +287,7 @@ class DriftWatch:
         return next((row[0][0] for row in zip(*rows) if sum(seconds for _, seconds in row) > limit), rows[0][0][0])
 
     def _explained(self, link: Subject, known: Mapping[tuple[str, str, str], Finding]) -> bool:
-        """Whether a slow end explains a slow link: who is stopped does not move data either."""
+        """Whether one of its devices is slow, which explains a slow link: a stopped process moves no data."""
         for name in link.ends:
             if any(key[1] == name and key[0] in ("device", "operation") for key in known):
                 return True
@@ -296,7 +296,7 @@ class DriftWatch:
                 continue
             latest = [sum(row[-k][1] for row in device.recent.values()) for k in (1, 2)]
             if min(latest) > (1 + self._threshold) * sum(device.reference_s.values()):
-                return True  # its window will say so
+                return True  # slow in the last two iterations, before the window's median shows it
         return False
 
     # -- findings --------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class DriftWatch:
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """The median; of an even number of values the lower one of the two in the middle."""
+    """The median; the lower of the two middle values for an even number of values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 

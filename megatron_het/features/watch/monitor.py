@@ -1,4 +1,4 @@
-"""The rank that compares: from the samples of all ranks to findings, and to figures that a better plan is made from."""
+"""Comparison on the last rank: from the samples of all ranks to findings, reports and input for ``het-plan replan``."""
 
 import json
 import math
@@ -20,20 +20,19 @@ from megatron_het.schedule.memory import trace_event, trace_name
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import post_receives_early
 
-# What transfers took, from the marks of both of their ends.
+# Seconds of transfers, from the times at both ends.
 #
-# A transfer begins when both ends are posted.  It has ended when a receiver that waited goes on; the end of a receive
-# for which nobody had to wait is not known, and such a transfer held nobody up.  So the seconds of a transfer are
+# A transfer begins when both ends are posted.  It has ended when a waiting receiver continues.  If the receiver did not
+# have to wait, the end is unknown, and the transfer caused no delay.  So the seconds of a transfer are
 #
 #     end of the wait - max(send posted, receive posted)
 #
-# and neither the sender's compute nor the receiver's is part of them.  Ranks of one machine read one clock.  Between
-# machines the difference of the clocks is taken from the transfers themselves, as NTP does it: the least of (end - send
-# posted) in one direction is the link plus the difference, in the other direction the link less the difference.
-# Nothing is sent for it, and clocks may run apart.  What a link takes is then known for both directions together only,
-# and both get the mean.
+# which includes no compute of either end.  Ranks of one machine read one clock.  Between machines the clock difference
+# is estimated from the transfers, as in NTP: the minimum of (end - send posted) is the link's time plus the difference
+# in one direction, and the link's time minus the difference in the other.  This needs no messages, and clocks may
+# drift apart.  It gives only the sum of the link's times in both directions, so both directions get the mean.
 
-BLOCKED_S = 50e-6  # who waited for less did not wait for the transfer
+BLOCKED_S = 50e-6  # shorter waits do not count as waits for the transfer
 
 Edge = tuple[int, int]  # (source, destination), world ranks
 
@@ -42,21 +41,21 @@ class Moved(NamedTuple):
     """The transfers of an edge in one iteration."""
 
     seconds: float  # median of those for which the receiver waited
-    waited_for: float  # how many these are in the whole iteration, as far as the told ones say
+    waited_for: float  # their number in the whole iteration, extrapolated from the transfers in the sample
 
 
 def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge, Moved]:
-    """Transfers of one iteration, by edge; edges without a known end are left out.
+    """Transfers of one iteration, by edge; edges without a transfer of known end are left out.
 
     Args:
-        samples: Of the same iteration, by rank.
-        clocks: By rank; see :class:`~megatron_het.features.watch.samples.Hello`.
+        samples: Samples of the same iteration, by rank.
+        clocks: Clocks by rank; see :class:`~megatron_het.features.watch.samples.Hello`.
     """
     edges = ((peer, rank) for rank, sample in samples.items() for peer in sample.received if peer in samples)
     pairs: dict[Edge, _Ends] = {}
     for source, target in edges:
         sent, received = samples[source].sent.get(target, ()), samples[target].received[source]
-        if received and len(sent) == len(received):  # both ranks tell of every transfer
+        if received and len(sent) == len(received):  # both samples have the same transfers
             pairs[source, target] = list(zip(sent, received))
     out: dict[Edge, Moved] = {}
     for (source, target), found in pairs.items():
@@ -64,7 +63,7 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
         if clocks[source] == clocks[target]:
             times = _times(found, 0.0)
         elif back:
-            # How far the clock of the receiver is ahead.
+            # Difference of the clocks, receiver minus sender.
             forth_s, back_s = (min(marks[2] - sent for sent, marks in ends) for ends in (found, back))
             ahead_s = (forth_s - back_s) / 2
             both = [_times(found, ahead_s), _times(back, -ahead_s)]
@@ -77,11 +76,11 @@ def moved(samples: Mapping[int, Sample], clocks: Mapping[int, str]) -> dict[Edge
     return out
 
 
-_Ends = list[tuple[float, Arrived]]  # when the send was posted, and the receive's marks
+_Ends = list[tuple[float, Arrived]]  # time at which the send was posted, and the times of the receive
 
 
 def _times(ends: _Ends, ahead_s: float) -> list[float]:
-    """Seconds of the transfers whose end is known, by how far the receiver's clock is ahead of the sender's."""
+    """Seconds of the transfers with a known end; ``ahead_s`` is the receiver's clock minus the sender's."""
     return [
         max(0.0, ended - max(sent + ahead_s, posted))
         for sent, (posted, waited, ended) in ends
@@ -90,30 +89,30 @@ def _times(ends: _Ends, ahead_s: float) -> list[float]:
 
 
 FORMAT, VERSION = "megatron_het.watch", 1
-WARM_UP = 2  # iterations of a run that are not looked at: caches are cold, and the second one may be metered
+WARM_UP = 2  # first iterations that are ignored: caches are cold, and the memory meter may run in the second
 
 
 def identity(plan: Plan) -> str:
-    """The hash of a plan whatever it says about the watch itself."""
+    """The hash of a plan without its options of the watch."""
     kept = {name: value for name, value in plan.schedule.parameters.items() if not name.startswith("watch")}
     return plan_hash(replace(plan, schedule=replace(plan.schedule, parameters=kept)))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the watch decides; see :class:`~megatron_het.features.watch.drift.DriftWatch`."""
+    """Window and threshold; see :class:`~megatron_het.features.watch.drift.DriftWatch`."""
 
     smoothing: int = 5
     threshold: float = 0.15
 
 
 class Monitor:
-    """Compares what ranks measure with what their plan predicts.
+    """Compares the ranks' measurements with their plan's prediction.
 
     Args:
-        plan: With the costs of its prediction.
-        settings: How to decide.
-        slices: How many slices a sequence is sent in.
+        plan: A plan with the costs of its prediction.
+        settings: Window and threshold.
+        slices: Number of slices of a sequence, which are sent one by one.
     """
 
     def __init__(self, plan: Plan, hellos: Sequence[Hello], settings: Settings, slices: int = 1) -> None:
@@ -132,7 +131,7 @@ class Monitor:
             [*devices, *self._link_subjects(costs)], smoothing=settings.smoothing, threshold=settings.threshold
         )
         self.last: dict[str, Any] = {}
-        """Figures of the latest iteration: seconds, largest factors."""
+        """Figures of the latest iteration: its seconds, and measured over predicted times of devices and links."""
         self._seen = 0
         self._iteration = 0
         self._transfers: dict[tuple[int, int], Moved] = {}
@@ -147,7 +146,7 @@ class Monitor:
         return Subject(self._name(number), "device", self._kind(number), first.predicted_s, place)
 
     def _name(self, number: int) -> str:
-        """The ranks of a replica, in words."""
+        """Text with the ranks of a replica, ``rank 2`` or ``ranks 2 to 3``."""
         ranks = self._placement.replica(*self._replicas[number]).ranks
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
@@ -155,7 +154,7 @@ class Monitor:
         return self._placement.replica(*self._replicas[number]).device or "device"
 
     def _link_subjects(self, costs: Costs) -> list[Subject]:
-        """One per directed pair of devices that exchange activations."""
+        """One subject per directed pair of devices with a link in the plan's costs."""
         assert self._plan.predicted is not None and self._plan.predicted.costs is not None
         size = costs.message_bytes / self._slices
         for link in self._plan.predicted.costs.links:
@@ -171,7 +170,7 @@ class Monitor:
     # -- iterations ------------------------------------------------------------------------------
 
     def add(self, samples: Mapping[int, Sample]) -> list[Finding]:
-        """One iteration of all ranks; what is new, and what has ended."""
+        """Add an iteration's samples of all ranks; returns findings that are new or have ended."""
         self._seen += 1
         first = next(iter(samples.values()))
         self._iteration = first.iteration
@@ -186,13 +185,13 @@ class Monitor:
         return findings
 
     def _replica_seconds(self, number: int, samples: Mapping[int, Sample]) -> dict[str, float]:
-        """Seconds by operation, of the rank of a replica that took longest."""
+        """Seconds by operation, of each the slowest rank's of a replica."""
         ranks = self._placement.replica(*self._replicas[number]).ranks
         rows = [samples[rank].measured_s for rank in ranks]
         return {operation: max(row.get(operation, 0.0) for row in rows) for row in rows for operation in row}
 
     def _link_transfers(self, found: Mapping[Edge, Moved]) -> dict[tuple[int, int], Moved]:
-        """Transfers between devices, of the pair of ranks that took longest."""
+        """Transfers by pair of devices, of each its slowest pair of ranks."""
         out: dict[tuple[int, int], Moved] = {}
         for (source, target), one in found.items():
             edge = self._hellos[source].device, self._hellos[target].device
@@ -218,7 +217,7 @@ class Monitor:
     # -- for a better plan -----------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Everything that was measured, as JSON values: what ``het-plan replan`` reads."""
+        """All measurements and findings as JSON values, for ``het-plan replan``."""
         assert self._plan.predicted is not None
         active = list(self.watch.active.values())
         return {
@@ -266,22 +265,23 @@ def _operations_json(subject: Subject) -> dict[str, dict[str, float]]:
     }
 
 
-# One trace (Chrome, Perfetto) in which the predicted and the measured iteration lie one above the other.
+# One trace (Chrome, Perfetto) with the predicted and the measured iteration in adjacent rows.
 
-MOST_OPERATIONS = 50_000  # operations of a program that is simulated for a trace, on a rank that trains
+MOST_OPERATIONS = 50_000  # largest program that is simulated for a trace, because the rank also trains
 _WAITING = 6
 
 
 def overlay(
     program: Program, costs: Costs, measured: Mapping[int, Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
-    """The trace.
+    """Returns a Chrome trace.
 
     Args:
-        program: What the devices run; those without operations are left out.
-        costs: What the plan was made from.
-        measured: By device: ``origin_s`` (clock at the start of its iteration), ``clock`` and ``events`` as of
+        program: Program of all devices; those without operations are left out.
+        costs: Costs of the plan's prediction.
+        measured: By device: ``origin_s`` (clock at the start of its iteration), ``clock``, and ``events`` from
             ``samples.events_of``.
+        names: Names of the devices.
     """
     events: list[dict[str, Any]] = []
     shown = [d for d, ops in enumerate(program.ops) if ops and d in measured]
@@ -324,21 +324,21 @@ def _measured(pid: int, shift_s: float, rows: Sequence[Sequence[Any]]) -> Iterat
 
 REPORT, TRACE = "watch.json", "watch-trace.json"
 WRITTEN_EVERY = 50  # iterations between two reports when nothing changes
-MOST_COST = 0.004  # share of the iteration that reading may take; of a run with more ranks fewer iterations are read
+MOST_COST = 0.004  # largest share of an iteration's time for reading; if it takes more, iterations are left out
 MOST_STRIDE = 4
-MOST_SCALARS = 32  # devices, and links, that have a curve of their own in TensorBoard
+MOST_SCALARS = 32  # most devices, and most links, with a curve in TensorBoard
 
 
 @dataclass(eq=False)
 class Reader:
-    """Follows a run."""
+    """Reads the samples of a run, and reports findings."""
 
-    plan: Plan  # with costs
-    program: Program  # of this rank's part of the plan, for the trace
-    board: Board  # where samples are
+    plan: Plan  # with predicted costs
+    program: Program  # program of this rank's part of the plan, for the trace
+    board: Board  # access to the samples
     settings: Settings
-    folder: Path | None  # for ``watch.json`` and ``watch-trace.json``; None to write neither
-    args: Any
+    folder: Path | None  # folder of ``watch.json`` and ``watch-trace.json``; None to write neither
+    args: Any  # Megatron's arguments
 
     def __post_init__(self) -> None:
         self._ranks = list(range(self.plan.world_size))
@@ -350,14 +350,14 @@ class Reader:
         self._has_news = False
 
     def news(self) -> dict[str, Any] | None:
-        """All that was measured, once after something has begun to drift; None at other times."""
+        """Returns :meth:`Monitor.summary` once after a drift has begun; None at other times."""
         if not self._has_news or self._monitor is None or not self._monitor.watch.active:
             return None
         self._has_news = False
         return self._monitor.summary()
 
     def read(self, newest: int) -> None:
-        """Read what is there up to an iteration; never waits."""
+        """Read up to two iterations of samples, none later than ``newest``; does not wait for other ranks."""
         hellos = self.board.read("hello", self._ranks) if self._monitor is None else None
         if hellos is not None:
             slices = self.program.shape.slices
@@ -365,7 +365,7 @@ class Reader:
         if self._monitor is None or newest < 1:
             return
         if self._next is None or newest - self._next >= PLACES - 1:
-            self._next = newest  # what came before is overwritten, or was never told
+            self._next = newest  # earlier samples are overwritten, or were not written
         began = time.thread_time()
         for _ in range(2):
             if self._next > newest:
@@ -378,7 +378,7 @@ class Reader:
                 return
             if all(sample.iteration == self._next for sample in samples):
                 self._take(dict(zip(self._ranks, samples, strict=True)))
-                # Leave out iterations where reading one takes too much of it.
+                # Leave out iterations if reading takes too large a share of the time.
                 cpu_s, allowed_s = time.thread_time() - began, MOST_COST * samples[0].elapsed_s
                 self._stride = min(MOST_STRIDE, max(1, math.ceil(cpu_s / allowed_s))) if allowed_s > 0 else MOST_STRIDE
             self._next += self._stride
@@ -440,7 +440,7 @@ class Reader:
             write_text(self.folder / REPORT, json.dumps(self._monitor.summary(), indent=1))
 
     def _write_trace(self, iteration: int) -> bool:
-        """The trace of the latest iteration that all ranks of this part have told; False if there is none yet."""
+        """Write the trace of the latest timelines; False if a rank's is missing, of another iteration, or too old."""
         placement = Placement(self.plan)
         shape = self.program.shape
         firsts = {
@@ -470,6 +470,6 @@ class Reader:
         return True
 
     def close(self) -> None:
-        """The run is over."""
+        """Write the report at the end of the run."""
         if self._monitor is not None and self._monitor.last:
             self._write(0)

@@ -1,8 +1,8 @@
-"""The watch as a feature of a rank.
+"""The watch on a rank.
 
-Every rank turns the timeline of an iteration into a small text at the start of the next one and leaves it in the store;
-nobody waits, and there is no collective.  The last rank, which logs the training, reads the iteration before that
-and compares.  A watch that fails says so once and is off; the training goes on.
+At the start of an iteration every rank writes a sample of the one before to the store, without waiting and without a
+collective.  The last rank, which logs the training, reads the samples of all ranks and compares them with the plan.
+After an error the watch prints one line and is off; the training continues.
 """
 
 import json
@@ -22,20 +22,20 @@ from megatron_het.schedule.cost import durations
 from megatron_het.store import StoreError
 from megatron_het.store.job import job_store
 
-if TYPE_CHECKING:  # the one rank that compares imports it
+if TYPE_CHECKING:  # only the comparing rank imports it
     from megatron_het.features.watch.monitor import Reader
 
 _MEETING_S = 30.0
-TIMELINE_EVERY = 10  # iterations between two whole timelines, for the trace
+TIMELINE_EVERY = 10  # interval in iterations of complete timelines, for the trace
 
 
 class RankWatch(RuntimeFeature):
-    """Tells of this rank, and on the last rank reads what all tell.
+    """Writes this rank's samples, and on the last rank reads those of all ranks.
 
     Args:
-        board: Where samples are left.
-        hello: What this rank says once.
-        reader: On the rank that compares.
+        board: Access to the watch's keys in the store.
+        hello: This rank's greeting.
+        reader: Reader of all samples on the last rank; None on the others.
     """
 
     def __init__(self, context: OpenContext, board: Board, hello: Hello, reader: "Reader | None") -> None:
@@ -54,7 +54,7 @@ class RankWatch(RuntimeFeature):
         self._safely(lambda: board.greet(self._rank, hello.encode()))
 
     def begin(self, call: Call, state: Iteration) -> None:
-        """See :class:`RuntimeFeature`: the iteration before this one is told."""
+        """Write the sample of the iteration before; see :class:`RuntimeFeature`."""
         began, now = time.thread_time(), time.perf_counter()
         past, self._timeline.last = self._timeline.last, None
         if self._is_on:
@@ -65,7 +65,7 @@ class RankWatch(RuntimeFeature):
         self._wall_s += time.perf_counter() - now
 
     def _tell(self, past: Past | None, now_s: float) -> None:
-        """Leave the sample of the last iteration, if it was one of training and the device is done with it."""
+        """Write the sample of the last iteration, if it was a training iteration and all its device times are known."""
         if past is not None and self._begun_s is not None and past.resolve():
             sample = sample_of(past, self._iteration, now_s - self._begun_s, TIMED)
             self._board.post("sample", self._rank, sample.encode(), self._iteration % PLACES)
@@ -78,7 +78,7 @@ class RankWatch(RuntimeFeature):
             self._reader.read(self._iteration - 1)
 
     def news(self) -> dict[str, Any] | None:
-        """Returns what was measured, once after something has begun to drift, on the rank that compares."""
+        """Returns the measurements on the last rank, once after a drift has begun; None otherwise."""
         return self._reader.news() if self._reader is not None and self._is_on else None
 
     def figures(self) -> Mapping[str, Mapping[str, int]]:
@@ -96,16 +96,16 @@ class RankWatch(RuntimeFeature):
         self._timeline.keeps_last, self._timeline.transfers, self._channels.log = False, None, None
 
     def _safely(self, step: Callable[[], None]) -> None:
-        """A step of the watch; training does not end because of it."""
+        """Run a step of the watch; an error in it switches the watch off and does not end the training."""
         try:
             step()
-        except Exception as error:  # whatever it is: figures are not worth a training
+        except Exception as error:  # any error
             self._is_on = False
             print(f"het: rank {self._rank}: the watch is off: {error or type(error).__name__}", flush=True)  # noqa: T201 - the run's log
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
-    """The feature on this rank; without figures that fit its program it does nothing."""
+    """The watch on this rank; a feature that does nothing if the plan's costs do not fit or the store is missing."""
     where = context.placement.locate(context.rank)
     program = context.programs[False]
     device = program.shape.device(where.stage, where.replica)
@@ -136,7 +136,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
 
 
 def predicted_of(context: OpenContext, program: Program, device: int) -> dict[str, float]:
-    """Seconds of an iteration by kind of operation, as the plan predicts for a device.
+    """Predicted seconds of an iteration of a device, by kind of operation.
 
     Raises:
         ValueError: The plan's costs do not fit the program.
@@ -154,7 +154,7 @@ def predicted_of(context: OpenContext, program: Program, device: int) -> dict[st
 
 
 def _boot() -> str:
-    """Returns what tells this machine's clock from that of another machine with the same name."""
+    """Returns the kernel's boot id, which differs between machines with equal host names; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Samples: what a rank says about itself once and about every iteration, in small texts that travel over the store."""
+"""Messages of the ranks over the job's store: a greeting at the start, and a sample of every iteration."""
 
 import json
 import time
@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_het.store import Documents, StoreError
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # ``report`` imports torch
     from megatron_het.report import Past, Record
 
-# How samples reach the rank that compares them: over the job's store.
+# Transport of samples to the comparing rank: the job's store.
 #
-# Nobody waits.  A rank overwrites its own few places in turn, so that the store does not grow, and the reader takes
-# an iteration when everybody has written it.
+# No rank waits for another.  Each rank overwrites its few keys in turn, so that the store does not grow, and the
+# reader takes an iteration when all ranks have written it.
 
 
 _GREETING_S, _GLANCE_S = 10.0, 0.25
 _AWAY = 20
-"""After a question without an answer nothing is asked for so many times as long as that took: 5 % are lost at most."""
-PLACES = 8  # iterations that are kept of every rank
+"""After a failed request none is sent for 20 times its duration, so that at most 5 % of the time is lost."""
+PLACES = 8  # iterations of every rank in the store
 
 
 class Board:
-    """Places in the job's store.
+    """Writes and reads the watch's keys in the job's store.
 
-    An answer comes soon, or a sample is dropped and nothing is asked for a while: training waits for no watch.
+    Except in :meth:`greet`, a request has a short time limit, and after a failure requests are dropped for a while.
     """
 
     def __init__(self, store: Documents, prefix: str = "het/watch") -> None:
@@ -34,15 +34,15 @@ class Board:
         self._away_until_s = 0.0
 
     def greet(self, rank: int, text: str) -> None:
-        """Write what a rank says about itself, once; raises StoreError if nobody answers."""
+        """Write a rank's greeting; raises StoreError if the store does not answer."""
         self._store.write(f"hello/{rank}/0", text, patience_s=_GREETING_S)
 
     def post(self, name: str, rank: int, text: str, place: int = 0) -> None:
-        """Write what a rank says under a name; what was there is gone."""
+        """Write a rank's text under a name, over an earlier one at that place."""
         self._soon(lambda: self._store.write(f"{name}/{rank}/{place}", text, patience_s=_GLANCE_S, tries_again=False))
 
     def read(self, name: str, ranks: list[int], place: int = 0) -> list[str] | None:
-        """Returns what all of the ranks have said under a name; None if somebody has said nothing yet."""
+        """Returns the texts of the ranks under a name; None if one is missing or the store does not answer."""
         keys = [f"{name}/{rank}/{place}" for rank in ranks]
         found = self._soon(lambda: self._store.texts(*keys, patience_s=_GLANCE_S, tries_again=False))
         if found is None or any(text is None for text in found):
@@ -50,7 +50,7 @@ class Board:
         return [text for text in found if text is not None]
 
     def _soon(self, ask: Callable[[], Any]) -> Any:
-        """The answer; None where it does not come soon."""
+        """The answer of a request; None if it failed, or if a request has failed recently."""
         start_s = time.monotonic()
         if start_s < self._away_until_s:
             return None
@@ -62,45 +62,45 @@ class Board:
             return None
 
 
-MOST_TRANSFERS = 16  # transfers per iteration and pair of ranks that are told; of more, so many evenly spread ones
+MOST_TRANSFERS = 16  # transfers per iteration and pair of ranks in a sample; of more, an evenly spaced selection
 _MICRO = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Holds what a rank says once."""
+    """Greeting of a rank."""
 
     rank: int
-    device: int  # number of its replica, counted through the stages
-    host: str  # name of its machine
-    clock: str  # ranks with equal ones read one clock
-    predicted_s: Mapping[str, float]  # seconds of an iteration by kind of operation, as the plan says
+    device: int  # number of the rank's replica, counted over all stages
+    host: str  # host name
+    clock: str  # identifies the clock; equal for ranks that read the same one
+    predicted_s: Mapping[str, float]  # predicted seconds of an iteration by kind of operation
 
     def encode(self) -> str:
-        """Returns JSON."""
+        """Returns the greeting as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str | bytes) -> "Hello":
-        """From JSON."""
+        """The greeting from JSON."""
         return cls(**json.loads(text))
 
 
 Arrived = tuple[float, float, float]
-"""When a receive was posted, when the waiting for it began and when it ended; seconds of the receiver's clock."""
+"""Times of a receive: posted, wait began, wait ended; in seconds of the receiver's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds what a rank measured in one iteration."""
+    """A rank's measurements of one iteration."""
 
     iteration: int
-    elapsed_s: float  # from its start to the start of the next one
-    measured_s: Mapping[str, float]  # seconds by kind of operation, without waiting for transfers
-    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by peer, when sends were posted
-    # by peer, the receives, in the order in which they were posted
+    elapsed_s: float  # from the iteration's start to the next one's
+    measured_s: Mapping[str, float]  # seconds by kind of operation, without waits for transfers
+    sent: Mapping[int, Sequence[float]] = field(default_factory=dict)  # times of posted sends, by peer
+    # receives by peer, in the order in which they were posted
     received: Mapping[int, Sequence[Arrived]] = field(default_factory=dict)
-    # by peer, how many receives there were; not all of them are told
+    # number of receives by peer, including those that ``received`` omits
     counts: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -119,7 +119,7 @@ class Sample:
 
     @classmethod
     def decode(cls, text: str | bytes) -> "Sample":
-        """From JSON."""
+        """The sample from JSON."""
         body = json.loads(text)
         return cls(
             body["i"],
@@ -136,12 +136,12 @@ def _us(seconds: float) -> int:
 
 
 def sample_of(past: "Past", iteration: int, elapsed_s: float, kinds: Set[Any]) -> Sample:
-    """The sample of an iteration whose times are all there.
+    """The sample of an iteration whose times are all known.
 
     Args:
-        past: Its records and transfers.
-        elapsed_s: From its start to the start of the next one.
-        kinds: The kinds of operations that are compared.
+        past: Records and transfers of the iteration.
+        elapsed_s: From the iteration's start to the next one's.
+        kinds: Kinds of operations that are compared.
     """
     measured: dict[str, float] = {}
     for record in past.records:
@@ -168,7 +168,7 @@ def sample_of(past: "Past", iteration: int, elapsed_s: float, kinds: Set[Any]) -
 
 
 def spread[T](values: Sequence[T]) -> Sequence[T]:
-    """At most ``MOST_TRANSFERS`` of them, evenly spread; the same places for equal lengths."""
+    """At most ``MOST_TRANSFERS`` evenly spaced values; the same positions for equal lengths."""
     count = len(values)
     if count <= MOST_TRANSFERS:
         return values
@@ -176,7 +176,7 @@ def spread[T](values: Sequence[T]) -> Sequence[T]:
 
 
 def events_of(records: "Sequence[Record]") -> list[list[Any]]:
-    """An iteration's operations for a trace: kind, microbatch, slice, chunk, peer, start, stop, waited (seconds)."""
+    """An iteration's operations for a trace: kind, microbatch, slice, chunk, peer; start, stop, wait in seconds."""
     return [
         [
             r.op.kind.name,

@@ -1,4 +1,4 @@
-"""The watch: a run compares itself with what its plan predicts, and says what drifted."""
+"""Options of the watch, which compares a run with its plan's prediction."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ MOST_WINDOW = 100
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """How a run is watched."""
+    """Options of the watch."""
 
     state: str = option(
         "watch",
@@ -43,21 +43,21 @@ class WatchOptions:
 
 
 class Watch(Feature):
-    """On wherever the plan says what its operations should take, unless it is switched off."""
+    """The watch: on if the plan has the costs of its prediction, unless ``--het-watch off`` is given."""
 
     name = "watch"
     title = "watch"
     options = WatchOptions
 
     def options_of(self, plan: Plan) -> WatchOptions | None:
-        """The options; None where it is off, or where there is nothing to compare with."""
+        """The options; None if the watch is off, or the plan has no predicted costs."""
         given = plan.schedule.parameters
         found = WatchOptions(**{o.field: given[o.parameter] for o in self.parameters if o.parameter in given})
         has_costs = plan.predicted is not None and plan.predicted.costs is not None
         return found if has_costs and found.state == ON else None
 
     def check_off(self, plan: Plan) -> None:
-        """Refuse a watch of a plan with nothing to compare with."""
+        """Refuse ``--het-watch on`` for a plan without predicted costs."""
         if plan.schedule.parameters.get("watch") == ON:
             raise PlanError(
                 "schedule.parameters.watch",
