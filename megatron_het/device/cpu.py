@@ -1,11 +1,10 @@
-"""CPU device support: Megatron's "current CUDA device" means the CPU in this process.
+"""CPU device support: in this process Megatron's "current CUDA device" is the CPU.
 
-Megatron names the CUDA device in several hundred places.  None of them is edited: the names of
-``torch`` that they go through are rebound, and only for arguments that mean a CUDA device.
-``torch.cuda.is_available()`` stays False, because torch itself decides by it.
+Megatron names the CUDA device in several hundred places.  None of them is edited.  Instead, functions of
+``torch`` are replaced that these places call; arguments that name a CUDA device are changed to the CPU.
+``torch.cuda.is_available()`` stays False, because torch's own code depends on it.
 
-Each function below installs one kind of support and says what failed, or was silently wrong,
-without it.
+Each function that :func:`install` calls adds one kind of support.  Its docstring says what fails without it.
 """
 
 import contextlib
@@ -27,14 +26,14 @@ from torch import Tensor
 
 from megatron_het.device.simulated import host_wait
 
-# Processes that Megatron starts compute on the CPU as well, such as the one that writes checkpoints (--async-save).
+# CPU device support in processes that Megatron starts, such as the one that writes checkpoints (--async-save).
 #
-# Such a process is a new interpreter.  Nothing there has called :func:`megatron_het.device.activate`, so that
-# Megatron's ``rank % torch.cuda.device_count()`` would divide by zero, and the training would wait for it for ever.
+# Such a process is a new interpreter that has not called :func:`megatron_het.device.activate`.
+# Megatron's ``rank % torch.cuda.device_count()`` would divide by zero there, and the training would wait for ever.
 
 
 class _Activated(multiprocessing.process.BaseProcess):
-    """A process that is made ready before it does anything; what makes it ready goes there with it."""
+    """A process that calls the function of :func:`prepare_children`, which is pickled with it, before its target."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
@@ -47,7 +46,7 @@ class _Activated(multiprocessing.process.BaseProcess):
 
 
 def _end_with_parent() -> None:
-    """A process that serves one that was killed would wait for ever."""
+    """End this process when its parent has ended; a killed parent would not end it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -60,7 +59,7 @@ _CONTEXTS: dict[str, Any] = {
     for name in ("spawn", "forkserver")
     if name in multiprocessing.get_all_start_methods()
 }
-# By a name of this module, under which the new interpreter finds them.
+# Attributes of this module, so that the new interpreter can unpickle them.
 CpuSpawnProcess = type("CpuSpawnProcess", (_Activated, _CONTEXTS["spawn"].Process), {"__module__": __name__})
 if "forkserver" in _CONTEXTS:
     CpuForkServerProcess = type(
@@ -69,23 +68,23 @@ if "forkserver" in _CONTEXTS:
 
 
 def prepare_children(make_ready: Callable[[], Any]) -> None:
-    """Have ``make_ready`` called first in all processes that get an interpreter of their own from now on."""
+    """Make all processes that are started later with ``spawn`` or ``forkserver`` call ``make_ready`` first."""
     _MAKE_READY[:] = [make_ready]
     type(_CONTEXTS["spawn"]).Process = CpuSpawnProcess
     if "forkserver" in _CONTEXTS:
         type(_CONTEXTS["forkserver"]).Process = CpuForkServerProcess
 
 
-# Collectives whose parts have different sizes: layers of experts exchange as many tokens as there happen to be.
+# Collectives with parts of different sizes, with which expert layers exchange varying numbers of tokens.
 #
-# NCCL has all of them.  gloo takes split sizes as lists only, and in lists of tensors parts of one size only.
+# NCCL supports all of them.  gloo accepts split sizes only as lists, and in lists of tensors only equal sizes.
 
 
 _gather, _scatter, _exchange = dist.all_gather, dist.reduce_scatter, dist.all_to_all_single
 
 
 def _is_for_gloo(parts: Sequence[Tensor], group: Any) -> bool:
-    """Whether a blocking collective has parts that the group does not take."""
+    """Whether the group is of gloo and the parts differ in shape, which gloo does not support."""
     return dist.get_backend(group) == "gloo" and len({part.shape for part in parts}) > 1
 
 
@@ -97,7 +96,7 @@ def _owned(parts: Sequence[Tensor], group: Any) -> list[tuple[Tensor, int]]:
 
 @functools.wraps(_gather)
 def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Every member broadcasts its own part."""
+    """``all_gather``; with parts of different shapes over gloo every member broadcasts its own part."""
     if async_op or not _is_for_gloo(tensor_list, group):
         return _gather(tensor_list, tensor, group=group, async_op=async_op)
     tensor_list[dist.get_rank(group)].copy_(tensor)
@@ -110,10 +109,10 @@ def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, as
 def _reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Every member's part is reduced to the member."""
+    """``reduce_scatter``; with parts of different shapes over gloo each part is reduced to its member."""
     if async_op or not _is_for_gloo(input_list, group):
         return _scatter(output, input_list, op=op, group=group, async_op=async_op)
-    parts = [part.clone() for part in input_list]  # a reduction may leave anything on ranks that it is not for
+    parts = [part.clone() for part in input_list]  # ``reduce`` overwrites the tensor on the other ranks, too
     for part, owner in _owned(parts, group):
         dist.reduce(part, owner, op=op, group=group)
     output.copy_(parts[dist.get_rank(group)])
@@ -129,7 +128,7 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Sizes may be tensors: Megatron makes lists of those that come from a GPU, of no others."""
+    """``all_to_all_single`` with sizes as lists or tensors; Megatron converts only tensors of a GPU to lists."""
     return _exchange(
         output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group=group, async_op=async_op
     )
@@ -161,21 +160,21 @@ def install() -> None:
     _memory_queries()
     _tensor_placement()
     _tensor_type_names()
-    # What Megatron's token dispatchers call.
+    # Used by Megatron's token dispatchers.
     dist.all_gather = _all_gather
     dist.reduce_scatter = _reduce_scatter
     dist.all_to_all_single = _all_to_all_single
 
 
 def _keep_freed_memory() -> None:
-    """Freed activations stay in the process (glibc).
+    """Make glibc keep freed memory in the process.
 
-    Otherwise the allocator returns them to the kernel at the end of a pass and the next pass faults every
-    page in again, zeroed: for a layer's pass thousands of page faults, and more in a profile of one layer
-    alone than in training, where other activations lie above it.
+    Otherwise the allocator returns activations to the kernel at the end of a pass, and the next pass has a
+    page fault for every page: thousands in a layer's pass, and more in a profile of one layer
+    alone than in training, where other activations are above it in the heap.
     """
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & set(os.environ):
-        return  # somebody has chosen
+        return  # the user has set them
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -184,7 +183,7 @@ def _keep_freed_memory() -> None:
 
 
 def _idle() -> Callable[..., None]:
-    """A function that does nothing, a new one for each name: torch's compiler does not allow one function under two."""
+    """Returns a new function that does nothing; torch's compiler does not allow one function under two names."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         pass
@@ -193,11 +192,11 @@ def _idle() -> Callable[..., None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a call that has no meaning on CPU."""
+    """Does nothing, in place of a method without meaning on the CPU."""
 
 
 def _as_cpu(device: Any) -> Any:
-    """The CPU for anything that means a CUDA device, else ``device`` itself."""
+    """The CPU if ``device`` names a CUDA device by name, number or object, else ``device`` itself."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int):
@@ -210,10 +209,10 @@ def _as_cpu(device: Any) -> Any:
 
 
 def _without_compiler() -> None:
-    """``torch.compile`` returns the function: ``jit_fuser`` would compile every fused kernel.
+    """Make ``torch.compile`` return the function; otherwise ``jit_fuser`` compiles every fused kernel.
 
-    Dynamo is imported first: torch's optimizers import it later, and its table of known functions
-    has to be built from the functions as torch defines them.
+    Dynamo is imported first.  torch's optimizers would import it later, but its table of known functions
+    must be built before torch's functions are replaced.
     """
     import torch._dynamo
 
@@ -224,7 +223,7 @@ def _without_compiler() -> None:
 
 
 class _Properties:
-    """Holds what ``torch.cuda.get_device_properties`` tells about the CPU."""
+    """Result of ``torch.cuda.get_device_properties`` for the CPU."""
 
     name = "CPU"
     major, minor = 8, 0
@@ -233,8 +232,8 @@ class _Properties:
 
 
 def _device_identity() -> None:
-    """One device, number 0: with a count of 0 Megatron skips device and random set-up."""
-    # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
+    """Show one device, number 0; with a count of 0 Megatron does not set up device and random states."""
+    # Megatron requires this variable under tensor parallelism, for the order of CUDA kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda = torch.cuda
     cuda.current_device = lambda: 0
@@ -249,7 +248,7 @@ def _device_identity() -> None:
 
 
 def _host_wait(why: str) -> Callable[..., None]:
-    """A function in which a GPU would make the host wait; where NCCL's order is simulated, it does."""
+    """Returns a stand-in for a call in which the host waits for a GPU; it waits only if NCCL's order is simulated."""
 
     def wait(*args: Any, **kwargs: Any) -> None:
         host_wait(why)
@@ -258,7 +257,7 @@ def _host_wait(why: str) -> Callable[..., None]:
 
 
 class _Stream:
-    """A stream on which everything has happened already: CPU work is ordered by itself."""
+    """A stream whose work is always complete, because CPU operators are synchronous."""
 
     cuda_stream = 0
     priority = 0
@@ -303,12 +302,12 @@ class _Event:
         return True
 
     def elapsed_time(self, end: "_Event") -> float:
-        """Milliseconds from this event to ``end``, as CUDA events count them."""
+        """Milliseconds from this event to ``end``, like CUDA events."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
 def _streams_and_events() -> None:
-    """Megatron creates, waits for and times streams and events wherever it overlaps."""
+    """Replace the streams and events that Megatron uses for overlap and timers."""
     cuda, only_stream = torch.cuda, _Stream()
     cuda.Stream = cuda.ExternalStream = _Stream
     cuda.Event = _Event
@@ -320,7 +319,7 @@ def _streams_and_events() -> None:
 
 
 class _Generators:
-    """``torch.cuda.default_generators``: every device's generator is the CPU's."""
+    """``torch.cuda.default_generators``, with the CPU's generator for every index."""
 
     def __getitem__(self, index: int) -> torch.Generator:
         return torch.default_generator
@@ -330,16 +329,16 @@ class _Generators:
 
 
 def _random_state() -> None:
-    """Seeds and states of "the CUDA generator" are the CPU generator's.
+    """Apply seeds and states of the CUDA generator to the CPU's generator.
 
-    Without CUDA torch queues such calls for an initialisation that never comes: seeds and
-    restored states would vanish silently, and dropout and weights would differ between runs.
+    Without CUDA torch queues such calls for an initialisation that never comes.  Seeds and
+    restored states would be lost without an error, and dropout and weights would differ between runs.
     """
 
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(int(value))
 
-    # One generator for both is what is wanted here; upstream would warn at every fork.
+    # Here one generator serves CPU and CUDA; upstream warns at every fork that the CPU's state has changed.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: not record.getMessage().startswith("CPU RNG state changed within")
     )
@@ -352,11 +351,10 @@ def _random_state() -> None:
 
 
 def _loader_seeds() -> None:
-    """Data loaders draw the seeds of their workers from generators of their own.
+    """Give each data loader its own generator for the seeds of its workers.
 
-    Every new iterator of a loader draws one number from the CPU's generator, which drives dropout only here.  Ranks
-    that read no data would drop other values than those that do, TP rank 1 than TP rank 0, and a resumed run would be
-    one draw ahead.
+    Otherwise every new iterator of a loader draws a number from the CPU's generator, which here also drives dropout.
+    Dropout would differ between ranks with and without data, such as TP ranks 0 and 1, and after a resume.
     """
     loader = torch.utils.data.DataLoader
     create = loader.__init__
@@ -371,7 +369,7 @@ def _loader_seeds() -> None:
 
 
 def _memory_queries() -> None:
-    """There is no device allocator to ask; :mod:`megatron_het.device.memory` measures."""
+    """Make queries of CUDA's allocator return 0; :mod:`megatron_het.device.memory` measures on the CPU."""
     cuda = torch.cuda
     cuda.empty_cache, cuda.reset_peak_memory_stats = _host_wait("torch.cuda.empty_cache()"), _idle()
     for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
@@ -382,7 +380,7 @@ def _memory_queries() -> None:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with its ``device`` moved to the CPU and without pinned memory."""
+    """``function`` with ``device=`` changed from CUDA to the CPU, and without pinned memory."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -397,7 +395,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``to`` method whose target device, by position or by name, is moved to the CPU."""
+    """A method ``to`` with the CPU in place of a CUDA target, by position or by name."""
     function = _on_cpu(function)
 
     @functools.wraps(function)
@@ -413,7 +411,7 @@ def _pinned_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensor_placement() -> None:
-    """Tensors asked for on a CUDA device, or by a device number, are made on the CPU."""
+    """Create tensors on the CPU if a CUDA device or a device number is requested."""
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _TENSOR_FACTORIES:
@@ -426,7 +424,7 @@ def _tensor_placement() -> None:
 
 
 def _tensor_type_names() -> None:
-    """``Tensor.type()`` says ``torch.cuda.FloatTensor``: the optimizers compare such strings."""
+    """Make ``Tensor.type()`` return ``torch.cuda.FloatTensor``, because the optimizers compare such strings."""
     type_of = Tensor.type
 
     @functools.wraps(type_of)

@@ -1,9 +1,9 @@
-"""A meter of live tensor bytes, the same on CUDA and on CPU, and host memory for offloaded tensors.
+"""Meters of live tensor bytes for CUDA and the CPU, and a pool of host memory for offloaded tensors.
 
-On CUDA the meter reads torch's caching allocator.  On CPU, where no allocator can be asked, it watches
-the storages behind the tensors that operators return: views share a storage, in-place operators
-bring none, and a storage that autograd keeps for the backward pass stays counted until it goes.
-Watching costs some microseconds per operator, so time and memory are measured in different runs.
+On CUDA the meter reads torch's caching allocator.  The CPU's allocator has no such counters, so the meter watches
+the storages of the tensors that operators return: views share a storage, in-place operators
+add none, and a storage that autograd keeps for the backward pass is counted until it is freed.
+This costs some microseconds per operator, so time and memory are measured in different runs.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from megatron_het.device import Platform
 
 @dataclass
 class Region:
-    """Live bytes over one visit of a region."""
+    """Live bytes during one visit of a region."""
 
     name: str
     start_bytes: int  # live on entry
-    peak_bytes: int  # the most that were live at once; final when the region has been left
+    peak_bytes: int  # peak of live bytes during the visit; final after its end
     end_bytes: int = 0  # live on exit
 
     @property
     def growth_bytes(self) -> int:
-        """How far the peak rose above what was live on entry."""
+        """Peak minus the live bytes on entry."""
         return self.peak_bytes - self.start_bytes
 
 
@@ -51,18 +51,18 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def live_bytes(self) -> int:
-        """Bytes of the tensors that live now."""
+        """Bytes of live tensors."""
 
     @abstractmethod
     def _take_peak(self) -> int:
-        """The peak since the last call; the next peak starts at the present live bytes."""
+        """The peak since the last call; resets the peak to the current live bytes."""
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
         """Context whose allocations are never counted.  Not on CUDA.
 
         Raises:
-            NotImplementedError: The meter cannot tell one allocation from another.
+            NotImplementedError: The meter counts all allocations of torch's allocator.
         """
         raise NotImplementedError(f"{type(self).__name__} counts all that is allocated")
         yield
@@ -72,7 +72,7 @@ class MemoryMeter(ABC):
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[Region]:
-        """Measure what runs inside.
+        """Context whose live bytes are measured.
 
         Args:
             name: Key of the peak in :attr:`peak_bytes`.
@@ -93,14 +93,14 @@ class MemoryMeter(ABC):
             self.peak_bytes[name] = max(visit.peak_bytes, self.peak_bytes.get(name, 0))
 
     def _spread_peak(self) -> None:
-        """Give the peak since the last boundary to all open regions."""
+        """Update all open regions with the peak since the last boundary of a region."""
         peak = self._take_peak()
         for visit in self._open:
             visit.peak_bytes = max(visit.peak_bytes, peak)
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Bytes that torch's caching allocator has given to tensors, of any origin."""
+    """Bytes that torch's caching allocator has given to tensors."""
 
     def live_bytes(self) -> int:
         return torch.cuda.memory_allocated()
@@ -118,11 +118,11 @@ _WRAPPING = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 class CpuMemoryMeter(MemoryMeter):
     """Bytes of the storages that operators have allocated since the meter was made.
 
-    Storages that existed before, and memory that comes from elsewhere (``from_numpy``, shared
-    memory), are not counted unless given to :meth:`add`.
+    Storages that existed before, and memory from other sources (``from_numpy``, shared
+    memory), are not counted unless passed to :meth:`add`.
 
     Args:
-        limit_bytes: Live bytes beyond which an operator fails as it does on a full CUDA device; 0 for none.
+        limit_bytes: Live bytes beyond which an operator raises torch.OutOfMemoryError; 0 for no limit.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -158,22 +158,19 @@ class CpuMemoryMeter(MemoryMeter):
 
 
 class Storages:
-    """The storages that have been seen, until they die.
-
-    Real and fake tensors alike: a storage without memory has a size all the same.
-    """
+    """The known storages until they are freed, of real and of fake tensors; a fake storage has a size, too."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.ignores_new = False
         self.device_type = "cpu"
-        """Of the tensors that count."""
+        """Device type of the tensors that are counted."""
         self._counted_bytes: dict[int, int | None] = {}
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Leaves out of the count what is allocated inside."""
+        """Context whose new storages are not counted."""
         before, self.ignores_new = self.ignores_new, True
         try:
             yield
@@ -185,8 +182,8 @@ class Storages:
 
         Args:
             tensor: The tensor; one without storage on the device is ignored.
-            new: Whether an unknown storage was allocated just now.  If not, it stays foreign:
-                known, but never counted.
+            new: Whether a storage that is not known yet was just allocated.  If not, the storage is foreign:
+                known, but not counted.
         """
         if tensor.layout != torch.strided or tensor.device.type != self.device_type:
             return
@@ -198,11 +195,11 @@ class Storages:
             if new and not self.ignores_new:
                 self._count(key, storage.nbytes())
         elif self._counted_bytes[key] is not None:
-            # Looked at again, because resizing a storage changes what it holds.
+            # Counted again, because the storage may have been resized.
             self._count(key, storage.nbytes())
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage whether it is foreign or not."""
+        """Count a tensor's storage, even a foreign one."""
         self.see(tensor, new=True)
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted_bytes:
@@ -217,35 +214,35 @@ class Storages:
             self.changed(key, before, size_bytes)
 
     def forget(self, key: int) -> None:
-        """Note the end of a storage."""
+        """Remove a freed storage."""
         before = self._counted_bytes.pop(key) or 0
         self.live_bytes -= before
         if before:
             self.changed(key, before, 0)
 
     def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
-        """A counted storage has appeared, been resized or died; for subclasses.
+        """Hook for subclasses: a counted storage was added, resized or freed.
 
         Args:
-            key: Of the storage, until it dies.
-            before_bytes, after_bytes: Its size; 0 before it appeared and after it died.
+            key: Key of the storage until it is freed.
+            before_bytes, after_bytes: Size of the storage; 0 before it was added and after it was freed.
         """
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized without an operator."""
+        """Update the size of a storage that was resized without an operator."""
         if self._counted_bytes.get(storage._cdata) is not None:
             self._count(storage._cdata, storage.nbytes())
 
 
 class LimitedStorages(Storages):
-    """Storages that do not fit into a device of a given size."""
+    """Storages with a limit on their live bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
         self._limit_bytes = limit_bytes
 
     def changed(self, key: int, before_bytes: int, after_bytes: int) -> None:
-        """See :class:`Storages`; raises torch.OutOfMemoryError if more lives than fits."""
+        """See :class:`Storages`; raises torch.OutOfMemoryError if a growth exceeds the limit."""
         if after_bytes > before_bytes and self.live_bytes > self._limit_bytes:
             raise torch.OutOfMemoryError(
                 f"{self.live_bytes} bytes live, {after_bytes - before_bytes} of them new, and the limit is "
@@ -258,7 +255,7 @@ def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
     """Context in which an allocation beyond a limit fails with :class:`torch.OutOfMemoryError`.
 
     Args:
-        limit_bytes: Of all tensors that are made inside; on CUDA of all that torch holds.  0 for none.
+        limit_bytes: Limit on the tensors that are made inside, on CUDA on torch's allocator.  0 for no limit.
     """
     if platform.is_cuda:
         _, total = torch.cuda.mem_get_info()
@@ -275,7 +272,7 @@ def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def resizes_seen(storages: Storages) -> Iterator[None]:
-    """Context in which resizes of storages, which use no operator, are noted, too."""
+    """Context in which ``UntypedStorage.resize_``, which is not an operator, updates ``storages``, too."""
     storage_type: Any = torch.UntypedStorage
     original = storage_type.resize_
 
@@ -291,13 +288,13 @@ def resizes_seen(storages: Storages) -> Iterator[None]:
         storage_type.resize_ = original
 
 
-# A meter is a mode of the process; these are the storages of all that are open.
+# The storages of all open meters of this process.
 _WATCHED: list[Storages] = []
 
 
 @contextlib.contextmanager
 def watched(storages: Storages) -> Iterator[None]:
-    """While it is open, :func:`uncounted` holds for these storages as well."""
+    """Context in which :func:`uncounted` also applies to these storages."""
     _WATCHED.append(storages)
     try:
         yield
@@ -306,7 +303,7 @@ def watched(storages: Storages) -> Iterator[None]:
 
 
 class StorageWatch(TorchDispatchMode):
-    """Shows every operator's inputs and outputs to the storages."""
+    """Dispatch mode that passes the inputs and outputs of every operator to :meth:`Storages.see`."""
 
     def __init__(self, storages: Storages) -> None:
         super().__init__()
@@ -314,7 +311,7 @@ class StorageWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Inputs first: what an in-place operator or a view returns is not new.
+        # Inputs first, so that the result of an in-place operator or a view is not taken for new.
         if func not in _WRAPPING:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
@@ -328,7 +325,7 @@ class StorageWatch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Tensors made inside are not counted on a CPU, where host memory stands for a device's too."""
+    """Context whose new tensors CPU meters do not count: host memory, where CPU memory stands for a device's."""
     with contextlib.ExitStack() as stack:
         for storages in _WATCHED:
             stack.enter_context(storages.ignoring())
@@ -336,26 +333,26 @@ def uncounted() -> Iterator[None]:
 
 
 def memory_meter(platform: Platform) -> MemoryMeter:
-    """The meter for a platform, measuring from now on until it is closed."""
+    """A new meter for a platform, which measures until it is closed."""
     return CudaMemoryMeter() if platform.is_cuda else CpuMemoryMeter()
 
 
 # Host memory for offloaded tensors: pinned on CUDA, and reused, so that it is pinned only once.
 #
-# On a CPU "host" memory is set apart from "device" memory: the memory meter does not count its blocks.
+# On the CPU the memory meter counts tensors as device memory, except these blocks.
 
 
 class HostPool:
-    """Equal blocks of host memory, by size."""
+    """Pool of host memory blocks, reused by size."""
 
     def __init__(self, platform: Platform) -> None:
         self._pinned = platform.has_nccl
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.used_bytes = 0  # in use now
-        self.peak_bytes = 0  # the most that was in use at once since :meth:`reset_peak`
+        self.used_bytes = 0  # bytes of blocks in use
+        self.peak_bytes = 0  # peak of ``used_bytes`` since :meth:`reset_peak`
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """A block of bytes (uint8), of unknown contents."""
+        """A block of ``size_bytes`` (uint8) with undefined contents."""
         self.used_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         if self._free[size_bytes]:
@@ -369,7 +366,7 @@ class HostPool:
         self._free[block.nbytes].append(block)
 
     def reset_peak(self) -> None:
-        """Start the next peak at what is in use now."""
+        """Reset the peak to the bytes in use."""
         self.peak_bytes = self.used_bytes
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
-"""The store of a job that has no controller: rank 0 starts it, and every rank finds it by what its launcher says.
+"""The store of a job without a controller: rank 0 starts it, and every rank finds it by the launcher's variables.
 
-It is a process of its own beside rank 0, so that its answers cost the training nothing.  Where it is follows from
-``MASTER_ADDR`` and ``MASTER_PORT``, or is given as ``MEGATRON_HET_STORE``.  The token is derived from a secret, which
-is given as ``MEGATRON_HET_TOKEN`` or in a file, for this start of this job alone.
+The store is a separate process beside rank 0, so that it does not delay the training.  Its address follows from
+``MASTER_ADDR`` and ``MASTER_PORT``, or is given as ``MEGATRON_HET_STORE``.  Its token is derived from a secret
+(``MEGATRON_HET_TOKEN`` or a file), and is valid for one start of one job.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ from megatron_het.store.server import (
     hello,
 )
 
-# The store's client: one connection per thread, made again when it is lost; every wait is bounded.
+# The store's client: one connection per thread, opened again after it is lost; every wait is bounded.
 
 
-ANSWER_S = 20.0  # longest wait for an answer over a connection that stands
+ANSWER_S = 20.0  # longest wait for an answer over an open connection
 _SHORTEST_S = 0.05
 _RETRY_S = 0.1
 _CONNECT_S = 2.0
@@ -53,13 +53,13 @@ Address = tuple[str, int]
 
 
 class Store(Documents):
-    """A store in another process.  Any thread may ask; each has a connection of its own.
+    """Client of a store in another process.  Thread-safe; each thread has its own connection.
 
     Args:
-        addresses: Says where the store may be now, the likeliest place first; asked before every connection.
-        patience_s: How long a request is tried again before :class:`StoreError`.
-        tls: With the authority of the server's certificate, where connections are encrypted.
-        others_nearby: Whether stores of other jobs may be at these addresses, so that a refusal there says little.
+        addresses: Returns possible addresses of the store, the likeliest first; called before every connection.
+        patience_s: Time for retries of a request before :class:`StoreError`.
+        tls: Context with the certificate authority of the server, if connections are encrypted.
+        others_nearby: Whether other jobs' stores may be at these addresses, so that a refused token is tried again.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Store(Documents):
         """See :meth:`Documents.ask`.
 
         Raises:
-            TokenError: The store has never taken this token.
-            StoreError: It does not answer, or refuses the request.
+            TokenError: No store has accepted this token yet.
+            StoreError: The store does not answer, or refuses the request.
         """
         patience_s = self._patience_s if patience_s is None else patience_s
         bound_s = float(request[3]) if request[0] == "wait" else 0.0
@@ -129,7 +129,7 @@ class Store(Documents):
 
 
 class _Connection:
-    """One connection that has proved the token.  Its socket is closed with it."""
+    """A connection after the handshake with the token.  Its socket is closed when the object is deleted."""
 
     def __init__(self, address: Address, token: bytes, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -157,7 +157,7 @@ class _Connection:
         """The answer to a request.
 
         Raises:
-            OSError, EOFError: The connection is lost, or nothing came in time; it cannot be used any more.
+            OSError, EOFError: The connection is lost or timed out; it is closed.
             StoreError: The store refuses the request.
         """
         try:
@@ -195,17 +195,17 @@ class _Connection:
 PLACE, TOKEN, TOKEN_FILE = "MEGATRON_HET_STORE", "MEGATRON_HET_TOKEN", "MEGATRON_HET_TOKEN_FILE"
 TOKEN_BYTES, LONGEST_TOKEN = 16, 1024
 IDENTITY = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-"""Variables that tell one start of a job from others; alike on all ranks."""
+"""Variables that identify one start of a job, equal on all ranks."""
 _PORTS = 8  # ports after ``MASTER_PORT`` that are tried: another program may have the first ones
 _STARTED_S, _LOOK_S = 30.0, 0.5
 _LOOPBACK = ("localhost", "127.", "::1")
 
-_GIVEN: list[Documents] = []  # the store of a job that has a controller
-_STARTED: dict[str, subprocess.Popen[str]] = {}  # the store's process, by what was asked of it
+_GIVEN: list[Documents] = []  # the store of a job with a controller
+_STARTED: dict[str, subprocess.Popen[str]] = {}  # the store's process, by its request (JSON)
 
 
 def use_store(store: Documents) -> None:
-    """Let this process's job have a store that is open already, as in an elastic job."""
+    """Set the store of this process's job to an open one, as in an elastic job."""
     _GIVEN[:] = [store]
 
 
@@ -213,10 +213,11 @@ def job_store(rank: int, timeout_s: float, patience_s: float = 20.0) -> Document
     """Returns the job's store; rank 0 starts it.
 
     Args:
-        patience_s: How long later requests are tried again.
+        timeout_s: Bound on the wait for the store.
+        patience_s: Time for retries of later requests.
 
     Raises:
-        StoreError: It cannot be started, nobody answers in time, or ranks have different tokens.
+        StoreError: The store cannot be started, does not answer in time, or ranks have different tokens.
     """
     if _GIVEN:
         return _GIVEN[0]
@@ -226,13 +227,10 @@ def job_store(rank: int, timeout_s: float, patience_s: float = 20.0) -> Document
 
 
 def peer_store(timeout_s: float, patience_s: float = 20.0) -> Store:
-    """Returns the job's store as rank 0 has started it.
-
-    Args:
-        patience_s: How long later requests are tried again.
+    """Returns the store that rank 0 has started.
 
     Raises:
-        StoreError: Nobody answers in time, or ranks have different tokens.
+        StoreError: The store does not answer in time, or ranks have different tokens.
     """
     where = places()
     store = Store(lambda: where, job_token(), patience_s, others_nearby=True)
@@ -244,7 +242,7 @@ def peer_store(timeout_s: float, patience_s: float = 20.0) -> Store:
 
 
 def strangers(store: Documents) -> str:
-    """Returns a hint where connections came with another token, for a message about a rank that did not come."""
+    """Returns a hint about connections with a wrong token, for the error about a missing rank; empty if none."""
     found = store.ask("strangers")
     if not found["refused"]:
         return ""
@@ -252,17 +250,17 @@ def strangers(store: Documents) -> str:
 
 
 _CHECK_S = 0.05
-_MEETING_S = 300.0  # for a group of processes that measure
+_MEETING_S = 300.0  # largest timeout of a group of measuring processes
 _MEASURED = "auto-batch"
 _FAILED = "failed"
 
 
 class ExchangeError(RuntimeError):
-    """The store cannot be reached, a rank failed, or nothing came in time."""
+    """The store cannot be reached, a rank failed, or a value did not arrive in time."""
 
 
 class Exchange:
-    """Values of all ranks by name, of what they measure before ``torch.distributed`` is up; every wait is bounded.
+    """Exchange of named values between all ranks before ``torch.distributed`` is initialised; waits are bounded.
 
     Args:
         timeout_s: Bound on every wait.
@@ -282,20 +280,20 @@ class Exchange:
         self._checked_s = 0.0
 
     def meeting(self, name: str) -> dict[str, Any] | None:
-        """Where another process of this rank meets those of the other ranks; None if this rank is alone."""
+        """Prefix and timeout for a process group of the ranks' child processes; None for a single rank."""
         if self._store is None:
             return None
         return {"prefix": f"{_MEASURED}/{name}", "timeout_s": min(self._timeout_s, _MEETING_S)}
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Everybody's value under a name, by rank."""
+        """The values of all ranks under a name, by rank."""
         if self._store is None:
             return [value]
         self._store.put(f"{name}/{self._rank}", value)
         return self._come({f"{name}/{rank}": f"rank {rank}" for rank in range(self._world_size)})
 
     def decided(self, name: str, value: Any) -> Any:
-        """Rank 0's value, on all ranks; the others' is not looked at."""
+        """Rank 0's value, on all ranks; ``value`` is ignored on the others."""
         if self._store is None:
             return json.loads(json.dumps(value))
         if self._rank == 0:
@@ -303,15 +301,15 @@ class Exchange:
         return self._come({f"{name}/decided": "rank 0"})[0]
 
     def fail(self, problem: str) -> None:
-        """Tell the others that there is no use in waiting for this rank."""
+        """Report a failure of this rank, which ends the waits of the others."""
         if self._store is not None:
             self._store.put(_FAILED, f"rank {self._rank}: {problem}")
 
     def check(self) -> None:
-        """Raise if a rank has failed; asks the store not more often than every 50 ms.
+        """Check for failed ranks, at most every 50 ms.
 
         Raises:
-            ExchangeError: Who failed, and why.
+            ExchangeError: A rank has failed; the text has rank and reason.
         """
         now_s = time.monotonic()
         if self._store is None or now_s - self._checked_s < _CHECK_S:
@@ -322,7 +320,7 @@ class Exchange:
             raise ExchangeError(problem)
 
     def _come(self, keys: dict[str, str]) -> list[Any]:
-        """Values of some keys, once all are there; the keys say who writes them."""
+        """Wait for keys and return their values; ``keys`` maps each key to the name of its writer."""
         assert self._store is not None
         found = self._store.wait(list(keys), [_FAILED], self._timeout_s, patience_s=None)
         if found == "lost":
@@ -335,22 +333,22 @@ class Exchange:
 
 
 def end_all(exchange: Exchange | None, flag: str, rank: int, error: Exception) -> NoReturn:
-    """Say on this rank, and tell the others, why measuring has failed.
+    """Report a failed measurement to the other ranks, print the error and exit with code 2.
 
     Args:
-        exchange: With the others; None if there is none yet.
-        flag: That asked for the measurements.
+        exchange: Exchange with the other ranks; None if it could not be opened.
+        flag: Flag that the measurement is for.
     """
-    with contextlib.suppress(StoreError):  # it may have gone
+    with contextlib.suppress(StoreError):  # the store may have ended
         if exchange is not None:
             exchange.fail(next(iter(str(error).splitlines()), type(error).__name__))
     sys.stderr.write(f"megatron_het: {flag}: rank {rank}: {error}\n")
-    time.sleep(1.0)  # rank 0 keeps the store: the others shall read why
+    time.sleep(1.0)  # the store ends with rank 0: give the others time to read the reason
     raise SystemExit(2) from None
 
 
 def places() -> list[Address]:
-    """Returns where the store may be, the likeliest place first; raises StoreError if a variable makes no sense."""
+    """Returns possible addresses of the store, the likeliest first; raises StoreError if a variable is malformed."""
     if given := os.environ.get(PLACE):
         place = address(given)
         if place is None:
@@ -368,30 +366,30 @@ def job_token() -> str:
     """Returns the token of this start of this job.
 
     Raises:
-        StoreError: The secret that it is made from cannot be read.
+        StoreError: The secret, from which the token is derived, cannot be read.
     """
     start = json.dumps([os.environ.get(name, "") for name in IDENTITY])
     return hmac.digest(_secret().encode(), start.encode(), hashlib.sha256).hex()
 
 
 def token_of_file(file: Path, *, create: bool) -> str:
-    """Returns the token in a file that only its owner can read.
+    """Returns the token in a file.
 
     Args:
-        create: Whether one is written where there is none.
+        create: Whether to create a missing file, readable only by its owner.
 
     Raises:
         FileError: The file cannot be read or written.
-        ValueError: What it holds is no token.
+        ValueError: The file's text is not a token.
     """
     if create and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         check_target(file)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable by its owner only
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # readable only by its owner
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:
             out.write(secrets.token_hex(TOKEN_BYTES) + "\n")
         try:
-            os.link(name, file)  # who waits for the file finds all of it, and of two writers one is first
+            os.link(name, file)  # atomic: readers find a complete file, and the first of two writers wins
         except FileExistsError:
             pass
         finally:
@@ -400,7 +398,7 @@ def token_of_file(file: Path, *, create: bool) -> str:
 
 
 def checked_token(token: str, where: str) -> str:
-    """Returns a token; raises ValueError where it is none."""
+    """Returns ``token``; raises ValueError if it is too long, too short or not printable."""
     if len(token) > LONGEST_TOKEN or not token.isprintable():
         raise ValueError(f"{where} holds no token of at most {LONGEST_TOKEN} letters; let the program write one")
     if len(token) < TOKEN_BYTES:
@@ -409,7 +407,7 @@ def checked_token(token: str, where: str) -> str:
 
 
 def address(text: str) -> Address | None:
-    """Host and port of ``HOST:PORT``; None where the text is something else."""
+    """Host and port of ``HOST:PORT``; None if the text has another form."""
     host, _, port = text.strip().rpartition(":")
     if not host or not host.isprintable() or not port.isascii() or not port.isdigit() or len(port) > 5:
         return None
@@ -429,7 +427,7 @@ def _secret() -> str:
 
 
 def _start() -> None:
-    """Start the store's process, unless this process has; it ends with this one."""
+    """Start the store's process unless this process has done so; the store ends with this process."""
     where = places()
     ports, token = [port for _, port in where], job_token()
     request = json.dumps({"host": listening(where[0][0]), "ports": ports, "token": token, "parent": os.getpid()})
@@ -442,7 +440,7 @@ def _start() -> None:
         text=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(request + "\n")  # not in its command line, which everybody can read
+    process.stdin.write(request + "\n")  # not as an argument: all users can read command lines
     process.stdin.flush()
     watchdog = threading.Timer(_STARTED_S, process.kill)
     watchdog.start()
@@ -455,15 +453,15 @@ def _start() -> None:
 
 
 def listening(host: str) -> str:
-    """Returns the interface that rank 0 listens on; empty for all.
+    """Returns the interface on which rank 0 listens: ``host`` if that is a loopback address, else empty for all.
 
-    A name may lead elsewhere on its own host than on others.
+    The name of a host may resolve to another address on the host itself than on others.
     """
     return host if host.startswith(_LOOPBACK) else ""
 
 
 def _serve(request: dict[str, Any]) -> int:
-    """Keep the store until the process that asked for it has ended."""
+    """Run the store until the process that started it has ended; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ports, server, error = request["ports"], None, ""
     for port in ports:
@@ -478,7 +476,7 @@ def _serve(request: dict[str, Any]) -> int:
     server.start()
     sys.stdout.write("open\n")
     sys.stdout.flush()
-    # The pipe stays open where a child of that process holds it too.
+    # Both conditions, because the pipe stays open while another child of that process has it, too.
     while os.getppid() == request["parent"] and not select.select([0], [], [], _LOOK_S)[0]:
         pass
     return 0
