@@ -3,8 +3,8 @@
 In a Mamba mixer or a gated delta net the tokens before a slice act through two tensors: the last inputs of the
 convolution, and the state of the recurrence.  A forward pass reads both from the slice before and stores its own.  The
 backward passes run over the slices in reverse; each stores the gradient of the state that its forward has read.  With
-packed documents a slice is computed document by document, and every document begins without a state.  The rest of the
-layers, including the kernels, is Megatron's.
+packed documents a slice is computed document by document, and every document begins with a zero state.  The rest of
+the layers, including the kernels, is Megatron's.
 Context-parallel ranks have blocks from both ends of a slice, but the recurrence runs over its tokens in order.  So an
 all-to-all gives each rank all tokens for some of the heads, and another one returns the results.
 """
@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 
 class StateCache:
-    """Holds the states of slices in one layer, and their gradients, from a slice's forward to its backward."""
+    """States of slices in one layer, and their gradients, from a slice's forward to its backward."""
 
     def __init__(self) -> None:
         # returns the ranks that share a slice, from the number of its tokens on each; None if no rank shares one
@@ -126,7 +126,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Identity of the output ``out`` that stores the state for the next slice; its backward adds that gradient."""
+    """Identity of ``out`` that stores the state for the next slice; its backward returns that state's gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, inputs: Tensor, state: Tensor, cache: StateCache, key: Key) -> Tensor:
@@ -191,18 +191,18 @@ class _Swap(torch.autograd.Function):
 
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
-"""Returns output ``[b, s, heads, size]`` and last state of one document.  It gets the inputs of the convolution after
-those of earlier tokens, the other tensors of its tokens, and the state before them; None for zeros."""
+"""Returns output ``[b, s, heads, size]`` and last state of one document.  Arguments: the convolution's inputs with
+``history`` earlier ones in front, the other tensors of the tokens, and the state before them (None: zeros)."""
 
 
 class SlicePass:
     """A slice's pass through a recurrent layer.
 
-    Outside of it each context-parallel rank has some of the tokens; inside it each has some heads of all tokens.
+    Each context-parallel rank has all heads of some tokens, but convolves and recurs some heads of all tokens.
 
     Args:
         params: The layer's ``packed_seq_params``.
-        history: How many earlier inputs the convolution sees.
+        history: Number of earlier inputs that the convolution reads.
         shared: Number of key heads or groups of the layer on this TP rank.
         heads: Number of heads of the layer on this TP rank.
     """
@@ -220,7 +220,7 @@ class SlicePass:
         self._own = self._divided[0 if self._sharing is None else self._sharing.rank]
 
     def own(self, tensor: Tensor, sections: Sequence[Section], heads: Heads | None = None, dim: int = 0) -> Tensor:
-        """Returns the channels of some heads, of a parameter or an activation; by default of this rank's heads."""
+        """Returns the channels of ``heads`` (default: this rank's) of a parameter or an activation."""
         if len(self._divided) == 1:
             return tensor
         parts, at = [], 0

@@ -1,7 +1,7 @@
 """The run of one rank under a tracker, dry or real.
 
-In a dry run the rank is alone: its groups have absent ranks, and its tensors no values.  The replacements are not
-undone, because the process is for one dry run.
+In a dry run the rank is alone: the other ranks of its groups are absent, and its tensors have no values.  Replaced
+functions are not restored, because the process makes only one dry run.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from megatron_het.runtime.session import HetSession
 
 
 class _Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of zeros, with an attention mask where TP ranks wait for one."""
+    """Sequences of zeros, with an attention mask if TP ranks expect one."""
 
     def __init__(self, seq_length: int, count: int, has_mask: bool) -> None:
         self._seq_length, self._count, self._has_mask = seq_length, count, has_mask
@@ -85,7 +85,7 @@ def parse_alone() -> Any:
 
 
 def train_alone(args: Any) -> None:
-    """``pretrain`` on samples of the right shapes."""
+    """Run Megatron's ``pretrain`` on samples of the right shapes."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -106,7 +106,7 @@ def train_alone(args: Any) -> None:
 
 
 def join_alone(rank: int, world_size: int, backend: str) -> None:
-    """Start ``torch.distributed`` on this rank alone, in groups with the ``get_backend`` of the simulated run."""
+    """Initialise ``torch.distributed`` with fake groups, for which ``get_backend`` returns ``backend``."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
@@ -139,11 +139,11 @@ _COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "br
 
 @dataclass(eq=False)
 class _Held:
-    """Work under way, which keeps its tensors as long as the libraries do."""
+    """Work that keeps its tensors alive as long as NCCL or gloo does."""
 
-    work: Any  # what ``torch.distributed`` returned
+    work: Any  # result of ``torch.distributed``
     tensors: tuple[Any, ...]
-    until_wait: bool  # whether they are let go of by ``wait``, as NCCL's are; gloo's live as long as the work
+    until_wait: bool  # whether ``wait`` releases them, as with NCCL; gloo keeps them as long as the work exists
 
     def wait(self, *timeout: Any) -> Any:
         if self.until_wait:
@@ -164,7 +164,7 @@ def _holding(collective: Callable[..., Any], *, until_wait: bool) -> Callable[..
 
 
 class _Sent:
-    """A send that is done, which the work of the fake group never says of itself."""
+    """A completed send; the fake group's own work never reports completion."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -200,7 +200,7 @@ def without_values() -> contextlib.AbstractContextManager[Any]:
 
 
 def _without_random_state() -> None:
-    """Generators are not read or set: a state is bytes, and fake bytes are none."""
+    """Replace reads and writes of generator states: a state is a tensor, and fake tensors have no values."""
     state = torch.default_generator.get_state()
     reading = {"get_rng_state": lambda *args, **kwargs: state, "set_rng_state": _nothing}
     _rebind((torch, torch.random, torch.cuda, torch.cuda.random), reading)
@@ -208,7 +208,7 @@ def _without_random_state() -> None:
 
 
 def _reads_items(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.tensor`` reads the memory of tensors in a list; their ``item()`` is asked instead."""
+    """``torch.tensor`` with ``item()`` of tensors in a list, whose memory it would read."""
 
     @functools.wraps(make)
     def tensor(data: Any, *positional: Any, **keywords: Any) -> torch.Tensor:
@@ -226,7 +226,7 @@ def _numbers(data: Any) -> Any:
 def _apply_to_fakes(
     module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """Convert parameters for ``Module.bfloat16()`` and the like, as torch cannot give a parameter other fake data."""
+    """Replacement of ``Module._apply``, which cannot set the data of a fake parameter: makes new parameters."""
     for part in module.modules() if recurse else [module]:
         for name, parameter in part._parameters.items():
             if parameter is None:
@@ -236,13 +236,13 @@ def _apply_to_fakes(
             if (data.dtype, data.device) != (parameter.dtype, parameter.device):
                 made = torch.nn.Parameter(data, parameter.requires_grad)
                 for key, value in parameter.__dict__.items():
-                    made.__dict__.setdefault(key, value)  # its own are those of a fake tensor
+                    made.__dict__.setdefault(key, value)  # keeps the new tensor's own attributes
                 part._parameters[name] = made
         part._buffers |= {name: fn(buffer) for name, buffer in part._buffers.items() if buffer is not None}
     return module
 
 
-# A session that is watched by a tracker.
+# A session that reports to a tracker.
 
 
 class _WatchedTimeline(Timeline):
@@ -265,7 +265,7 @@ class WatchedSession(HetSession):
 
     Args:
         config, platform, rank: As for :class:`HetSession`.
-        measured: Whether values are real, and what is under way ends when the machine comes to it.
+        measured: Whether the run is real, so that copies in flight end at a time that the machine decides.
     """
 
     def __init__(self, config: HetConfig, platform: Platform, rank: int, tracker: Tracker, measured: bool) -> None:
@@ -282,7 +282,7 @@ class WatchedSession(HetSession):
             feature.end_when_waited_for()
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
-        # Objects in circles would be collected at some time or other, and tensors with them.
+        # Otherwise reference cycles, and tensors in them, are freed at arbitrary times.
         gc.collect()
         gc.disable()
         if not keywords.get("forward_only", False):
@@ -299,7 +299,7 @@ class WatchedSession(HetSession):
         super()._finalize(call, state, force_all_reduce)
 
     def _passed_on(self, reports: Reports) -> Reports:
-        """Losses have no values here: as many bytes travel, and those of the rank that logs them are zeros."""
+        """Broadcast as many bytes as a real run; losses have no values, so the logging rank gets zeros."""
         group = self.groups.get("loss")
         if group is None:
             return reports
@@ -331,7 +331,7 @@ class WatchedSession(HetSession):
         )
 
 
-ITERATIONS = 2  # the second one has the optimizer's state from its start, as all that follow
+ITERATIONS = 2  # from the second one on, the optimizer's state exists at the start of an iteration
 _LAST = ("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1")
 # A fused attention gets no mask.
 _GPU = ("--distributed-backend", "nccl", "--attention-backend", "unfused", "--no-create-attention-mask-in-dataloader")
@@ -343,10 +343,10 @@ class Setting:
 
     rank: int
     measured: bool = False  # whether it takes part in a real run
-    gpu: bool = True  # whether it stands for a GPU: fused kernels, and groups of NCCL
-    fused: bool = True  # whether attention of whole sequences is fused there; else its matrices are kept
-    cuda: bool = False  # whether its fake tensors are on a CUDA device, and host and streams are watched
-    ignored_wait: str = ""  # a line whose waits between streams are left out, to see that it is noticed
+    gpu: bool = True  # whether the run simulates a GPU: fused kernels, and groups of NCCL
+    fused: bool = True  # whether attention of whole sequences is fused there; else its score matrices are kept
+    cuda: bool = False  # whether fake tensors are on a CUDA device, and host waits and stream order are checked
+    ignored_wait: str = ""  # a line whose waits between streams are ignored, to test that the check fails
 
 
 def import_megatron(*, gpu: bool, cuda: bool = False) -> None:
@@ -362,7 +362,7 @@ _COUNTING: list[Tracker] = []
 
 
 def _count_flops(count: float) -> None:
-    """FLOPs of a stand-in, for the tracker of this process."""
+    """Add the FLOPs of a replaced kernel to the tracker of this process."""
     for tracker in _COUNTING:
         tracker.add_flops(count)
 
@@ -388,14 +388,14 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
     device = platform.activate()
     needed = [word for flag in device.flags() for word in flag.words] if setting.gpu else []
     backend = _GPU if setting.gpu else ()
-    # Megatron wants these flags, and they make no difference here.
+    # Flags that Megatron requires, without effect here.
     given = {word.split("=", 1)[0] for word in flags}
     lasts = () if given & {"--train-iters", "--train-samples"} else ("--train-iters", "10")
     sys.argv = ["dry_run", "--lr", "1e-4", *lasts, *flags, *needed, *backend, *_LAST]
     hooks.install(make_session=make_session)
     args = parse_alone()
     args.exit_interval = ITERATIONS
-    # Nothing can be captured without a device; what graphs keep is what layers keep without them, and their inputs.
+    # Graphs cannot be captured without a device; they keep the activations of the layers, and their inputs.
     args.cuda_graph_impl = "none"
     if not setting.measured:
         _check_flags(args)
@@ -410,7 +410,7 @@ def run(setting: Setting, flags: Sequence[str]) -> dict[str, Any]:
         stack.enter_context(tracker.running())
         if setting.cuda:
             order, _ = stack.enter_context(device_streams(tracker.waits, setting.ignored_wait))
-            stack.enter_context(fake_cuda.OneDevice())  # first to see an operator, the others believe its device
+            stack.enter_context(fake_cuda.OneDevice())  # innermost: the other modes rely on its device
         try:
             train_alone(args)
         except SystemExit as stop:  # by the exit interval

@@ -1,13 +1,13 @@
-"""Streams and events on the CPU that check order: every access of a storage must come after those it conflicts with.
+"""A race detector for CUDA streams, on the CPU: conflicting accesses of a storage must be ordered by events.
 
-CUDA runs the work of different streams at any time, in any order, unless an event says otherwise.  A missing wait
-is seen on a GPU only when the timing is unlucky.  Here streams are names with vector clocks: every operator is an
-access of the current stream, waits and events join clocks, and two accesses of one storage, at least one of them
-a write, that no wait has put in order are an error at once.  Memory that is freed while another stream may still
-use it and then given out again needs ``record_stream``, as the caching allocator wants it.
+CUDA runs the work of different streams in any order unless events order it.  A missing wait shows on a GPU only with
+unlucky timing.  Here streams have vector clocks: every operator is an access by the current stream, and waits and
+events join clocks.  Two accesses of a storage, at least one of them a write, that no wait orders raise an error at
+once.  Memory that is freed while another stream may still use it needs ``record_stream``, as with the caching
+allocator.
 
 Use: ``with stream_order() as order:`` around code for a CUDA device.  ``torch.cuda.Stream``,
-``Event``, ``stream`` and ``current_stream`` are replaced inside; tensors are on the CPU with real values, or are
+``Event``, ``stream`` and ``current_stream`` are replaced inside; tensors are on the CPU with real values, or
 fake ones on a simulated device.
 """
 
@@ -27,12 +27,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Clock = dict[int, int]  # stream number -> how many of its accesses are known to have happened
-HOST = -1  # the host, as a stream: all streams continue after what it has done so far
+Clock = dict[int, int]  # stream number -> number of its accesses that are known to have happened
+HOST = -1  # the host's stream number: every access of a stream comes after the host's work so far
 
 
 class StreamOrderError(RuntimeError):
-    """Two accesses of one storage that nothing has put in order."""
+    """Two conflicting accesses of a storage are not ordered."""
 
 
 def line_of(frame: FrameType) -> str:
@@ -49,7 +49,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Access:
-    """Records an access to the bytes ``lo`` to ``hi`` of a storage."""
+    """An access to the bytes ``lo`` to ``hi`` of a storage."""
 
     stream: int
     count: int
@@ -69,7 +69,7 @@ class _History:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of a tensor to the end of its last one."""
+    """Offsets in the storage of a tensor's first byte and of the end of its last one."""
     if tensor.numel() == 0:
         return 0, 0
     first = int(tensor.storage_offset())
@@ -81,7 +81,7 @@ class StreamOrder:
     """The clocks of all streams, and the histories of all storages.
 
     Args:
-        ignored: The line of code whose waits are left out, to see that it is noticed.
+        ignored: A line of code whose waits are ignored, to test that the error is found.
     """
 
     def __init__(self, ignored: str = "") -> None:
@@ -91,14 +91,14 @@ class StreamOrder:
         self._host: Clock = {HOST: 0}
         self._histories: dict[int, _History] = {}
         self._debts: dict[int, list[_Access]] = defaultdict(list)
-        """Accesses of memory that has been given back, by the stream that may be given it again."""
+        """Accesses of freed memory, by the stream whose next allocation may reuse it."""
         self._ignored = ignored
-        self.waits: set[str] = set()  # the lines that have waited, ``file:line``: they order streams, or the host
-        self.waits_of_host: set[str] = set()  # those of them in which the host waited
+        self.waits: set[str] = set()  # lines of code (``file:line``) in which a stream or the host waited
+        self.waits_of_host: set[str] = set()  # those in which the host waited
         self.current = [self.new_stream("the computing stream")]
 
     def new_stream(self, name: str = "") -> int:
-        """A number for a stream."""
+        """Add a stream; returns its number."""
         number = next(self._numbers)
         self._clocks[number] = {}
         self._names[number] = name or f"stream {number}"
@@ -113,12 +113,12 @@ class StreamOrder:
         return dict(self._clocks[stream])
 
     def order(self, stream: int | None, clock: Clock, beyond: tuple[str, ...] = ()) -> None:
-        """Work of a stream (None: of the host, and of all streams from here on) comes after a clock.
+        """Order later work of a stream (None: of the host, and so of all streams) after a clock.
 
         Args:
-            beyond: Parts of the paths of files that are not taken for the one that waits.
+            beyond: Parts of paths; callers in such files are skipped when the waiting line is determined.
         """
-        frame = sys._getframe(2)  # who called the stand-in
+        frame = sys._getframe(2)  # the caller of the replaced function
         while any(part in frame.f_code.co_filename for part in beyond) and frame.f_back is not None:
             frame = frame.f_back
         line = line_of(frame)
@@ -129,15 +129,15 @@ class StreamOrder:
             self.order_quietly(stream, clock)
 
     def order_quietly(self, stream: int | None, clock: Clock) -> None:
-        """Orders what the libraries do by themselves; else like :meth:`order`."""
+        """Like :meth:`order` for waits inside libraries: the waiting line is not recorded and cannot be ignored."""
         _join(self._host if stream is None else self._clocks[stream], clock)
 
     def access(self, tensor: torch.Tensor, label: str, *, writes: bool) -> None:
-        """The current stream reads or writes a tensor; a storage that was not known is new memory when it is written.
+        """Record that the current stream reads or writes a tensor; an unknown storage that is written is new memory.
 
         Raises:
-            StreamOrderError: An earlier access that conflicts is not known to have happened; for new memory, an access
-                of what was there before.
+            StreamOrderError: An earlier conflicting access is not ordered before; for new memory, an access to freed
+                memory that it may reuse.
         """
         stream = self.current[-1]
         clock = self._host if stream == HOST else self._clocks[stream]
@@ -163,15 +163,15 @@ class StreamOrder:
         history.accesses.append(_Access(stream, clock[stream], label, writes, lo, hi))
 
     def record(self, storage: Any, stream: int) -> None:
-        """``record_stream``: the memory is not given away before the stream's work so far has run."""
+        """``record_stream``: the memory is not reused before the stream's work so far has run."""
         history = self._histories.get(storage._cdata)
         if history is not None:
             history.recorded.add(stream)
 
     def _died(self, key: int) -> None:
-        """The last tensor of a storage has gone."""
+        """Remove a storage; other streams' accesses to its memory must be ordered before the memory is reused."""
         history = self._histories.pop(key, None)
-        if history is not None and history.home != HOST:  # host memory is given out again after its copies only
+        if history is not None and history.home != HOST:  # host memory is reused only after its copies
             others = [a for a in history.accesses if a.stream not in {history.home, HOST} | history.recorded]
             self._debts[history.home] += others
 
@@ -188,7 +188,7 @@ class StreamOrder:
 
 
 class _Watch(TorchDispatchMode):
-    """Turns operators into accesses."""
+    """Dispatch mode that records the accesses of every operator."""
 
     def __init__(self, order: StreamOrder, device: str | None) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class _Watch(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _on_device(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operator runs on a device, rather than on the host alone."""
+        """Whether an operator has a tensor on the device, or creates one there."""
         if kwargs.get("device") is not None and kwargs["device"].type == self._device:
             return True
         leaves = tree_leaves((args, kwargs))
@@ -235,7 +235,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _stand_ins(order: StreamOrder, waited: Callable[[str], None]) -> tuple[Any, Any]:
-    """Returns classes ``Event`` and ``Stream`` whose objects record into ``order``."""
+    """Returns replacements of ``Event`` and ``Stream`` that update ``order``."""
 
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -293,10 +293,10 @@ def stream_order(
     """Replaces CUDA's streams and events for the duration of a block.
 
     Args:
-        ignored: The line of code whose waits are left out, as ``StreamOrder.waits`` names it.
+        ignored: A line of code whose waits are ignored, in the form of ``StreamOrder.waits``.
         on_host_wait: Called with the cause when the host waits for an event or a stream.
-        device: Kind of the device of the streams; operators on other tensors run on the host.  None: all tensors
-            count as tensors of a device.
+        device: Device type of the streams; operators without tensors there run on the host.  None: every operator
+            runs on a stream.
     """
     order = StreamOrder(ignored)
 

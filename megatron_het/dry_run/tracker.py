@@ -21,9 +21,9 @@ from megatron_het.device.memory import Storages, StorageWatch, resizes_seen, unc
 from megatron_het.dry_run.device_streams import HostWaits
 from megatron_het.dry_run.kernels import SELECT, Remembered, selected
 
-# The account of a rank's memory: every change of a storage's size, and when in the run it happened.
+# The ledger of a rank's memory: every change of a storage's size, with its moment in the run.
 #
-# Categories are assigned afterwards, because they depend on how long a storage lives: a storage that outlives the
+# Categories are assigned afterwards, because they depend on lifetimes: a storage that outlives the
 # operation that created it is an activation, the others are temporary.
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -33,28 +33,28 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CACHE, TEMPORARIES,
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A part of a run during which one operation or phase runs."""
+    """The part of a run in which one operation or phase runs."""
 
-    iteration: int  # of training, from 0; -1 before the first one
-    label: str  # what runs, e.g. the label of an operation.
+    iteration: int  # training iteration from 0; -1 before the first one
+    label: str  # label of the operation or phase
     is_operation: bool  # whether it is an operation of the program
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that was held at once in a part of a run."""
+    """Peak memory in a part of a run."""
 
     total_bytes: int  # all categories together
-    label: str  # what ran then
-    by_category: Mapping[str, int]  # what each category held then
-    category_peaks: Mapping[str, int]  # the most that each category held at any time
+    label: str  # operation or phase at the peak
+    by_category: Mapping[str, int]  # bytes of each category at the peak
+    category_peaks: Mapping[str, int]  # each category's own peak
 
 
 @dataclass
 class Ledger:
-    """Changes in the order in which they happened.
+    """Memory changes in order.
 
-    A storage is known here by the number of its life: a storage that is freed and allocated again has several.
+    A *life* of a storage lasts from an allocation to its release; a storage that is resized may have several.
     """
 
     moments: list[Moment] = field(default_factory=lambda: [Moment(-1, "start", False)])
@@ -66,30 +66,30 @@ class Ledger:
     _died: dict[int, int] = field(default_factory=dict)
 
     def begin(self, moment: Moment) -> None:
-        """Begin another moment."""
+        """Begin a moment."""
         self.moments.append(moment)
 
     def open(self) -> int:
-        """Number of a new life."""
+        """Begin a life; returns its number."""
         self._born.append(len(self.moments) - 1)
         return len(self._born) - 1
 
     def change(self, life: int, difference_bytes: int) -> None:
-        """A storage has grown or shrunk."""
+        """Record that a storage has grown or shrunk."""
         self._lives.append(life)
         self._changes.append(difference_bytes)
         self._when.append(len(self.moments) - 1)
 
     def close(self, life: int) -> None:
-        """A storage holds nothing any more."""
+        """Record the end of a life."""
         self._died[life] = len(self.moments) - 1
 
     def mark(self, life: int, category: str) -> None:
-        """Set the category of a storage, for allocations before and after this call."""
+        """Set the category of a life, which then does not depend on its moments."""
         self._marked[life] = category
 
     def category(self, life: int) -> str:
-        """Returns the category of a storage, by its mark or its lifetime."""
+        """Returns the category of a life, by its mark or its moments."""
         marked = self._marked.get(life)
         if marked is not None:
             return marked
@@ -101,7 +101,7 @@ class Ledger:
         return TEMPORARIES
 
     def peak(self, iteration: int) -> Peak:
-        """The peak of an iteration, or of all that comes before the first (-1)."""
+        """The peak of an iteration, or of the time before the first one (-1)."""
         now = dict.fromkeys(CATEGORIES, 0)
         most = defaultdict(int, now)
         total, highest, label, at_peak = 0, -1, "", dict(now)
@@ -144,10 +144,10 @@ _BOUND_S = 1.0
 
 
 def let_go() -> None:
-    """Wait until no thread of gloo computes: such a thread has dropped what it held, or its work is not done.
+    """Wait until no thread of gloo is running: such a thread has released its tensors, or its work is not done.
 
-    A thread that waits for Python's lock does not compute either.  It gets the lock while this one sleeps, hence
-    several looks.  Waits for a second at most; does nothing where the system does not show its threads.
+    A thread that waits for Python's GIL is not running either.  It gets the GIL while this thread sleeps, hence
+    several checks.  Waits for a second at most; returns early if the system has no ``/proc/self/task``.
     """
     deadline_s = time.monotonic() + _BOUND_S
     quiet = 0
@@ -164,13 +164,13 @@ def _computes() -> bool:
             name, stat = (task / "comm").read_text("utf-8"), (task / "stat").read_text("utf-8")
         except OSError:  # it has ended
             continue
-        # The name stands in brackets and may itself hold one.
+        # The name is in parentheses and may contain one.
         if name.startswith(_NAME) and stat.rsplit(")", 1)[1].split()[0] == "R":
             return True
     return False
 
 
-# What a rank sends and receives: every operation of ``torch.distributed``, by peer or by collective.
+# Traffic of a rank: the operations of ``torch.distributed``, by peer or by collective.
 
 
 _POINT_TO_POINT = {"send": "sent", "recv_": "received"}
@@ -190,15 +190,15 @@ _COLLECTIVES = {
     "alltoall_": ("all-to-all", 1),
     "alltoall_base_": ("all-to-all", 1),
 }
-"""Name, and position of the argument that is the larger side: what all members hold in the end or bring."""
+"""Name, and position of the larger argument: the full output of a gather, the full input of a reduce-scatter."""
 
 
 @dataclass(slots=True)
 class Count:
-    """Operations of one sort."""
+    """Number and bytes of one kind of operation."""
 
     calls: int = 0
-    payload_bytes: int = 0  # of a transfer, the tensor; of a collective, the larger of what goes in and what comes out
+    payload_bytes: int = 0  # of a transfer, the tensor; of a collective, the larger of input and output
 
 
 class Traffic:
@@ -235,18 +235,18 @@ class Traffic:
 
 
 class _UnderWay(dist.Work):
-    """Work as of ranks that are far away: not done until it is waited for, which takes no time."""
+    """Work with absent ranks: not completed until it is waited for, which takes no time."""
 
     def wait(self, timeout: Any = None) -> bool:
         """See :class:`torch.distributed.Work`."""
         return True
 
 
-_WORK = _UnderWay()  # torch keeps no object of Python alive
+_WORK = _UnderWay()  # a global, because torch does not keep the Python object alive
 
 
 def answer(func: Any, args: tuple[Any, ...]) -> Any:
-    """Returns the result of an operation of ``torch.ops.c10d`` without other ranks: its own tensors, and work."""
+    """Returns the result of an operation of ``torch.ops.c10d`` without other ranks: its first argument, and work."""
     work = _WORK.boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
@@ -272,7 +272,7 @@ _SETS = {_ATEN.set_.source_Storage, _ATEN.set_.source_Storage_storage_offset}
 
 
 class _LedgerStorages(Storages):
-    """Writes every change into the ledger."""
+    """Storages that record every change in a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -298,23 +298,23 @@ class _LedgerStorages(Storages):
 
 
 class Tracker(StorageWatch):
-    """Use as a context manager around a run; inside of a ``FakeTensorMode`` for fake tensors.
+    """Counts memory, FLOPs and traffic in the context :meth:`running`, inside a ``FakeTensorMode`` for fake tensors.
 
     Args:
-        is_fake: Whether tensors have no values and no other ranks answer.
-        remembers: Whether results of operators on fake tensors are remembered, which makes no difference but in time.
+        is_fake: Whether tensors have no values and the other ranks are absent.
+        remembers: Whether results of operators on fake tensors are cached, which only saves time.
     """
 
     def __init__(self, *, is_fake: bool, device_type: str = "cpu", remembers: bool = True) -> None:
-        self.ledger = Ledger()  # the account of memory
+        self.ledger = Ledger()  # memory
         self._known = _LedgerStorages(self.ledger)
         self._known.device_type = device_type
         super().__init__(self._known)
         self._is_fake, self._remembers = is_fake, remembers
         self.traffic = Traffic()  # operations of ``torch.distributed`` in the current iteration
-        # of the host for the device, in the current iteration; counted on fake tensors of a CUDA device
+        # waits of the host for the device in the current iteration; counted on fake tensors of a CUDA device
         self.waits = HostWaits()
-        # of matrix products and attention in the current iteration, by kind of operation of the program
+        # FLOPs of matrix products and attention in the current iteration, by kind of operation of the program
         self.flops: dict[str, int] = defaultdict(int)
         self.top_k = 0  # experts that a token is sent to, for fake tensors
         self._remembered: Remembered | None = None
@@ -324,17 +324,17 @@ class Tracker(StorageWatch):
 
     @property
     def live_bytes(self) -> int:
-        """Returns what lives now."""
+        """Returns the live bytes."""
         return self._known.live_bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a dry run, and the check costs more than an operator."""
+        """Returns False: a dry run compiles nothing, and torch's own check takes longer than an operator."""
         return False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count what runs inside."""
+        """Context in which the tracker counts."""
         if self._is_fake and self._remembers:
             self._remembered = Remembered(_fake_mode(), functools.partial(self._known.see, new=True))
         with watched(self._known), resizes_seen(self._known), _objects_overlooked(), self:
@@ -358,7 +358,7 @@ class Tracker(StorageWatch):
 
     def _begin(self, kind: str, moment: Moment) -> None:
         if not self._is_fake:
-            let_go()  # what dies late would count as held from one operation to the next
+            let_go()  # tensors that are released late would count as activations
         self._kind = self.waits.during = kind
         self.ledger.begin(moment)
 
@@ -385,7 +385,7 @@ class Tracker(StorageWatch):
             return _value(args[0])
         elif func is SELECT and self._is_fake:
             made = selected(args, self.top_k)
-            self._known.see(made, new=True)  # no operator has returned it
+            self._known.see(made, new=True)  # no operator returned it, so the dispatch mode has not seen it
             return made
         if self._remembered is None:
             return self._counted(func, types, args, kwargs)[0]
@@ -402,8 +402,8 @@ class Tracker(StorageWatch):
         return self._remembered.again(known, tensors)
 
     def _counted(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
-        """Returns what an operator returns, and its FLOPs."""
-        # The cache of fake operators keeps storages that are arguments alive, and views bring freed ones back.
+        """Runs an operator; returns its result and its FLOPs."""
+        # torch's cache of fake operators keeps storages of arguments alive, and cached views would return freed ones.
         forgets = self._is_fake and (func.is_view or func in _SETS)
         with disable_fake_tensor_cache(_fake_mode()) if forgets else contextlib.nullcontext():
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -439,7 +439,7 @@ def _value(tensor: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def _objects_overlooked() -> Iterator[None]:
-    """Python objects that ranks exchange, while they start, are no tensors of the training."""
+    """Context in which ``all_gather_object``, used while ranks start, does not count its tensors."""
     original = dist.all_gather_object
 
     @functools.wraps(original)
