@@ -1,1 +1,1 @@
-"""Measurements of this project: what it claims in figures, and the commands that show them."""
+"""Benchmarks: the commands that measure the figures which this project claims."""

@@ -1,11 +1,11 @@
 """A thousand and more malformed inputs: ``python -m benchmarks.bad_input --seed S --json OUT``.
 
 Every case starts a command (the planner's, the schedule tool's, or the beginning of a training start) in a
-folder of its own with one thing wrong.  Wanted is one clear error in time.  Counted, and wanted to be 0, are
-tracebacks, answers that take longer than 5 s of CPU time or 20 s on the clock of a machine with nothing else to do
-(``hang``), wrong input that is accepted, commands in the input that a shell executed, and files that were changed or
-made in the wrong place.  Cases are run by processes forked from one that has imported everything, because importing
-takes seconds.
+folder of its own with one defect in its input.  The correct result is one clear error in time.  Counts that must be 0:
+tracebacks, commands that take longer than 5 s of CPU time or 20 s of wall time on an idle machine
+(``hang``), invalid input that is accepted, commands in the input that a shell executed, and files that were changed or
+created in the wrong place.  Cases run in processes forked from one that has imported everything, because imports
+take seconds.
 """
 
 import argparse
@@ -77,7 +77,7 @@ _MANY = 5000
 
 
 def _numbers() -> Iterator[tuple[str, str, Any, tuple[Any, ...], Any]]:
-    """(what, file, document, place, value)."""
+    """Yields ``(description, file, document, place, value)`` of every number of the good files."""
     speed = ("stages", 0, "replicas", 0, "speed")
     yield "a speed that is not a number", "plan.json", PLAN, speed, _Raw("NaN")
     yield "a speed of hundreds of digits", "plan.json", PLAN, speed, _Raw("9" * 400)
@@ -99,7 +99,7 @@ def many_replicas() -> str:
 
 
 def reported() -> Iterator[Case]:
-    """One case or more of everything that was found."""
+    """At least one case of every kind of malformed input that once caused a defect."""
     for what, name, document, place, value in _numbers():
         targets = [*_planner("check", "simulate"), *([_start()] if name == "plan.json" else _planner("plan"))]
         for tool, words in targets:
@@ -143,7 +143,7 @@ _STUBS = {
 
 @dataclass
 class Answer:
-    """Holds what a case did."""
+    """The outcome of a case."""
 
     verdict: str
     seconds: float
@@ -160,7 +160,7 @@ _MAINS = {
 
 
 def _run_tool(case: Case) -> int:
-    """The command, in this process."""
+    """Run the command in this process."""
     words = list(case.words)
     if case.tool in _MAINS:
         return int(importlib.import_module(_MAINS[case.tool]).main(words))
@@ -174,14 +174,14 @@ def _run_tool(case: Case) -> int:
 
 
 def _doctor(words: list[str]) -> None:
-    """What rank 0 of the doctor reads before it meets others."""
+    """Read the inputs of the doctor's rank 0, up to the rendezvous."""
     from megatron_het.doctor.__main__ import parse, read_inputs
 
     read_inputs(parse(words), world_size=3)
 
 
 def _begin(words: list[str]) -> None:
-    """What a training start does with the flags and the plan before Megatron is imported."""
+    """Check flags and plan as the start of a training does before it imports Megatron."""
     from megatron_het.arguments.flags import split_arguments
     from megatron_het.lowering.programs import build
 
@@ -195,7 +195,7 @@ def _begin(words: list[str]) -> None:
 
 
 def _choose_checkpoint(words: list[str]) -> None:
-    """What a training start finds to load in a folder."""
+    """Choose the checkpoint in a folder as the start of a training does."""
 
     def agree(candidate: choice.Candidate) -> list[str]:
         if not (found := choice.problems(candidate.folder)):
@@ -211,7 +211,7 @@ _BEGINNINGS: dict[str, tuple[Callable[[list[str]], None], tuple[type[Exception],
     "start": (_begin, (PlanError,)),
     "checkpoint": (_choose_checkpoint, (choice.CheckpointError, choice.UnreadableError)),
 }
-"""By tool: what is called, and how it refuses."""
+"""The function that runs each tool, and the error with which the tool refuses input."""
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def _child(case: Case, folder: Path, log: Path) -> None:
 
 
 def _wait(pid: int) -> tuple[int, float, bool]:
-    """(exit code, CPU seconds, whether it had to be ended)."""
+    """Wait for the process; returns exit code, CPU seconds, and whether it had to be killed."""
     deadline = time.monotonic() + CLOCK_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
     pause = 0.002
     while True:
@@ -311,7 +311,7 @@ def _snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def _misplaced(case: Case, code: int, before: dict[str, tuple[int, int, str]], folder: Path) -> str:
-    """Returns what was changed that should not have been; empty when nothing was."""
+    """Returns the files that the case changed against the rules; empty if there are none."""
     after = _snapshot(folder)
     for name, entry in before.items():
         if after.get(name) != entry:
@@ -330,7 +330,7 @@ def _misplaced(case: Case, code: int, before: dict[str, tuple[int, int, str]], f
 
 
 def _executed(folder: Path, out: str, stubs: Path) -> str:
-    """Runs the scripts that were written; says which one is no valid script, or ran what was in the input."""
+    """Run the written scripts; returns which one is invalid, or executed text of the input."""
     mark = folder / MARK
     scripts = [*(folder / out).glob("*.sh"), *(folder / out).glob("*.sbatch")]
     environment = {
@@ -358,7 +358,7 @@ def _executed(folder: Path, out: str, stubs: Path) -> str:
 
 
 def run_case(case: Case, stubs: Path) -> Answer:
-    """One case in a folder of its own."""
+    """Run one case in a folder of its own."""
     base = Path(tempfile.mkdtemp(prefix="bad-input-"))
     folder, log = base / "work", base / "log"
     folder.mkdir()
@@ -412,7 +412,7 @@ def _judge(case: Case, code: int, seconds: float, ended: bool, text: str) -> tup
 
 
 def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
-    """All cases, one after the other."""
+    """Run all cases, one after the other."""
     asks_parser = os.environ.get("HET_PLAN_VERIFY") != "0"
     _import_everything(with_megatron=asks_parser or any(case.tool == "checkpoint" for case in cases))
     answers = []
@@ -432,7 +432,7 @@ def run(cases: Sequence[Case], show: bool = False) -> list[Answer]:
 
 
 def _import_everything(*, with_megatron: bool) -> None:
-    """What the commands import late, so that forked processes have it."""
+    """Import the modules that commands import late, so that forked processes have them."""
     if with_megatron:
         rank_server.import_everything()
     for module in _MODULES:
@@ -440,7 +440,7 @@ def _import_everything(*, with_megatron: bool) -> None:
 
 
 def cases_of(seed: int, count: int) -> list[Case]:
-    """All listed cases, and mutations up to ``count``."""
+    """Returns all listed cases, and mutations up to ``count``."""
     rng = random.Random(seed)
     fixed = listed(rng)
     left = max(0, count - len(fixed))
@@ -448,7 +448,7 @@ def cases_of(seed: int, count: int) -> list[Case]:
 
 
 def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier: Sequence[Path]) -> dict[str, Any]:
-    """The counts of a run, together with those of earlier runs of other parts.
+    """Returns the counts of a run, with those of earlier runs of other parts added.
 
     Raises:
         SystemExit: An earlier run has another seed or number of cases, or cases that are counted already.
@@ -473,7 +473,7 @@ def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """I and N of ``I/N``."""
+    """Parse ``I/N`` into I and N."""
     index, _, parts = text.partition("/")
     if not (index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
         raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 1 to N, as in 2/4")

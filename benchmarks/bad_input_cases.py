@@ -23,7 +23,7 @@ MODEL, CLUSTER, PROFILE, PLAN = (_GOOD[name] for name in ("model", "cluster", "p
 
 
 def sliced_plan() -> dict[str, Any]:
-    """The same stages with slices."""
+    """Returns the plan with the same stages, in slices."""
     return {**PLAN, "schedule": {"name": "slimpipe", "parameters": {"slices": 4}}}
 
 
@@ -33,7 +33,7 @@ def other_plans() -> dict[str, dict[str, Any]]:
 
 
 def document_text(document: Any) -> str:
-    """JSON, which YAML readers read too."""
+    """Returns a document as JSON, which YAML readers accept, too."""
     return json.dumps(document, indent=1)
 
 
@@ -54,9 +54,9 @@ _PLANNER = ("check", "simulate", "emit", "plan")
 
 @dataclass(frozen=True)
 class Case:
-    """One start of one command."""
+    """One run of one command."""
 
-    kind: str  # what was done to the input
+    kind: str  # the change of the input
     # ``planner``, ``schedule``, ``job``, ``doctor``, ``start`` (the beginning of training) or ``checkpoint`` (the
     # choice of one to load)
     tool: str
@@ -91,7 +91,7 @@ def command(name: str, *more: str) -> tuple[str, ...]:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every scalar of a document and where it is."""
+    """Yields every scalar of a document with its path."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -110,11 +110,11 @@ def _replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 class _Raw(str):
-    """Text that goes into a document as it is, without quotes."""
+    """Text that is written into a document verbatim, without quotes."""
 
 
 def _text(document: Any) -> str:
-    """JSON with raw pieces."""
+    """Returns JSON in which ``_Raw`` values are verbatim."""
     raw: dict[str, str] = {}
 
     def marked(value: Any) -> Any:
@@ -163,7 +163,7 @@ _SWITCHES: tuple[tuple[str, Any], ...] = (
     ("a text for a switch", "yes"),
     ("a list for a switch", [True]),
 )
-# Texts that may be anything, or where another word means something else but is not wrong.
+# Fields with free text, or in which another word has another meaning but is valid.
 _FREE = {"notes", "source", "name", "zone", "gpu", "kind", "first_kind", "second_kind", "layer", "device"}
 
 
@@ -190,7 +190,7 @@ def _where(path: tuple[Any, ...]) -> str:
 
 
 def _shape_case(rng: random.Random, name: str, document: Any, targets: list[tuple[str, tuple[str, ...]]]) -> Case:
-    """Keys and structure of the whole file."""
+    """Make a case with wrong keys or structure of the whole file."""
     text = document_text(document)
     lines = text.splitlines()
     keyed = [i for i, line in enumerate(lines) if '": ' in line and line.rstrip().endswith(",")]
@@ -242,7 +242,7 @@ _REQUIRED: dict[str, list[str | tuple[str | int, ...]]] = {
 
 
 def _removed_case(rng: random.Random, name: str, document: Any, targets: list[tuple[str, tuple[str, ...]]]) -> Case:
-    """A required key is missing."""
+    """Make a case without a required key."""
     choice = rng.choice(_REQUIRED[name])
     path = choice if isinstance(choice, tuple) else (choice,)
     out = copy.deepcopy(document)
@@ -254,7 +254,7 @@ def _removed_case(rng: random.Random, name: str, document: Any, targets: list[tu
     return Case(f"missing: {_where(path)}", tool, words, {name: _text(out)})
 
 
-# Files that are none: made at the path where a file is expected.
+# Special files, created at the path where a regular file is expected.
 
 
 def _fifo(path: Path) -> None:
@@ -262,7 +262,7 @@ def _fifo(path: Path) -> None:
 
 
 def _device(path: Path) -> None:
-    """Like /dev/full where devices can be made (root); else a pipe."""
+    """Create a device like /dev/full where that is allowed (root), else a pipe."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
     except PermissionError:
@@ -309,7 +309,7 @@ def _start(plan: str = "plan.json") -> tuple[str, tuple[str, ...]]:
 
 
 def mutated(rng: random.Random, count: int) -> Iterator[Case]:
-    """``count`` mutations of the four kinds of files."""
+    """Returns ``count`` mutations of the four kinds of files."""
     profiled = [("planner", (*command(name), "--profile", "profile.json")) for name in ("plan", "simulate", "check")]
     sources: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]]]] = [
         ("plan.json", PLAN, [*_planner("check", "simulate", "emit"), _start(), _start()]),
@@ -330,8 +330,8 @@ def mutated(rng: random.Random, count: int) -> Iterator[Case]:
 
 
 def random_numbers(rng: random.Random, count: int) -> Iterator[Case]:
-    """Numbers that may or may not be wrong: any answer is fine, if it comes in time and in order."""
-    # A plan that is found would train dry first, which takes its time in processes of its own.
+    """Cases with random numbers, valid or not: any result is right, except a hang or a traceback."""
+    # A valid plan would start a dry run first, which takes long and runs in processes of its own.
     planned = [("planner", command("plan", "--no-verify")), *_planner("simulate")]
     sources = (
         ("plan.json", PLAN, [*_planner("check", "simulate"), _start()]),

@@ -37,7 +37,7 @@ _TRACE = "time_s,gpu,nodes,notice\n0,A100-40,1,\n100,mine,1,no\n"
 
 
 def _job(*more: str) -> tuple[str, ...]:
-    """A controller that would wait for its node."""
+    """A case of ``het-run`` whose controller would wait for its node."""
     words = ("--controller", "127.0.0.1:29477", "--controller-only", "--folder", "run", "--token-file", "token")
     return (*words, *more)
 
@@ -203,7 +203,7 @@ def _replans() -> Iterator[Case]:
 
 
 def _onto_files() -> Iterator[Case]:
-    """Outputs onto files that the command reads, and onto files of another kind."""
+    """Cases whose output path is an input of the command, or a file of another kind."""
     own = {"mine.txt": "notes\n", "program.txt": "program: x\n", "watch.json": "{}", "trace.csv": _TRACE}
     simulated, planned = command("simulate"), command("plan")[:-2]
     outputs: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -221,7 +221,7 @@ def _onto_files() -> Iterator[Case]:
 
 
 def _reports() -> Iterator[Case]:
-    """Folders for a run's report."""
+    """Cases with bad folders for a run's report."""
     words = ("--num-layers", "4", "--het-plan", "plan.json", "--het-report")
     for kind, make in SPECIAL.items():
         if kind != "a folder":
@@ -232,7 +232,7 @@ def _reports() -> Iterator[Case]:
 
 
 def _side_files() -> Iterator[Case]:
-    """What stands beside the data of a checkpoint: whatever it is, it is refused or passed over, and never run."""
+    """Cases with malformed files beside a checkpoint's data, which must be refused or ignored, never executed."""
     for name in (TRACKER, "het-checksums-0.json", "metadata.json", ".metadata", "common.pt"):
         place = name if name == TRACKER else f"iter_0000004/{name}"
         # The newest checkpoint is found without a tracker, and is believed as far as checksums go that are there.
@@ -245,14 +245,14 @@ def _side_files() -> Iterator[Case]:
 
 
 class Planted:
-    """Runs a command in whoever unpickles it."""
+    """An object that runs a command in any process that unpickles it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (COMMAND,)
 
 
 def jobs() -> Iterator[Case]:
-    """All of them."""
+    """All cases of the commands around a job."""
     yield from _onto_files()
     yield from _reports()
     yield from _side_files()
@@ -291,7 +291,7 @@ def special_files() -> Iterator[Case]:
 
 
 def injections() -> Iterator[Case]:
-    """Shell text in everything that becomes part of a script."""
+    """Cases with shell commands in every field that becomes part of a script."""
 
     def case(kind: str, *more: str, files: dict[str, Any] | None = None, wrong: bool = True) -> Case:
         words = command("emit") if "--out" not in more else command("emit")[:-2]
@@ -511,7 +511,7 @@ def _models() -> Iterator[Case]:
 
 
 def listed(rng: random.Random) -> list[Case]:
-    """All listed cases, in an order of the seed's."""
+    """All listed cases, in an order drawn from the seed."""
     cases = [*special_files(), *injections(), *options(), *_plans(), *_clusters(), *_models(), *jobs()]
     rng.shuffle(cases)
     return cases

@@ -1,10 +1,10 @@
 """Every pair of features trains as one process does, or is refused: ``python -m benchmarks.combinations --json OUT``.
 
-Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused where the checks of the start refuse the
-smallest plan that has it.  All other pairs are trained, many in one plan, against stock Megatron in one process
-(``parity.py``), and triples come with them.  ``--check`` stops before the training, ``--markdown FILE`` writes the
-page.  ``--part`` and ``--only`` train some of the plans; ``--add`` puts the results of such runs together.  Results
-from before the table had its newest parameters count as well; then plans are drawn for the pairs that they lack.
+Pairs are those of ``combination_cases.PARAMETERS``.  A pair is refused if the checks at the start refuse the
+smallest plan that contains it.  All other pairs are trained, many in one plan, against stock Megatron in one process
+(``parity.py``); the plans also contain triples.  ``--check`` stops before the training, ``--markdown FILE`` writes the
+page.  ``--part`` and ``--only`` train some of the plans; ``--add`` merges the results of such runs.  Results
+from before the table got its newest parameters count as well; then plans are drawn for the pairs that they lack.
 
 Keys: ``pairs``; ``refused_pairs``, with the reason of each; ``of_two_schedules``, pairs of which one is a part of
 another schedule; ``plans`` that were trained, ``triples`` in them; ``failed``, names of plans that ended with an error
@@ -43,7 +43,7 @@ _CHECK = "benchmarks.combinations:check_starts"
 
 
 def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]:
-    """Pairs that the checks of plan and flags refuse, each with the first reason."""
+    """Returns the pairs that the checks of plan and flags refuse, each with the first reason."""
     found: dict[Pair, str] = {}
     cases: dict[Pair, Case] = {}
     for pair in wanted:
@@ -57,21 +57,21 @@ def refusals(wanted: Sequence[Pair], seed: int, folder: Path) -> dict[Pair, str]
 
 
 def argument_problems(cases: Sequence[Case], folder: Path) -> list[list[str]]:
-    """Returns what the start of each case would refuse."""
+    """Returns the problems for which the start of each case would be refused."""
     starts = []
     folder.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(cases):
         file = folder / f"plan-{number}.json"
         save_plan(case.plan, file)
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
-        # Updates that are never taken back need this flag, and others do not mind.
+        # Updates that cannot be undone need this flag; other updates are not affected.
         flags = (*common_flags(*case.reference), *size, "--rerun-mode", "disabled", "--mock-data")
         starts.append((case.plan.world_size, [*flags, "--het-plan", str(file), *case.plan_flags()]))
     return start_problems(starts, folder)
 
 
 def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) -> list[list[str]]:
-    """Returns what the start of each, of so many ranks with these flags, would refuse; in one process with Megatron."""
+    """Returns the problems of each start (number of ranks and flags), found in one process with Megatron."""
     folder.mkdir(parents=True, exist_ok=True)
     asked, answer = folder / "starts.json", folder / "problems.json"
     asked.write_text(json.dumps(starts), encoding="utf-8")
@@ -82,7 +82,7 @@ def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) ->
 
 
 def check_starts() -> None:
-    """In a process of the rank server: the problems of every start of a file, into another file."""
+    """Write the problems of every start in a file into another file; runs in a process of the rank server."""
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of
@@ -101,7 +101,7 @@ def check_starts() -> None:
 def trained_cases(
     wanted: Sequence[Pair], refused: set[Pair], seed: int, folder: Path, known: Sequence[Case] = ()
 ) -> list[Case]:
-    """Plans with all pairs that can be had; what only three features together contradict is left out.
+    """Plans that contain every possible pair; combinations that only three features together make invalid are left out.
 
     Args:
         wanted: All pairs.
@@ -129,13 +129,13 @@ def trained_cases(
 
 
 def _chosen(case: Case) -> list[tuple[str, Any]]:
-    """The features of a case."""
+    """Returns the features of a case."""
     row = case.chosen["row"]
     return [feature for feature in features() if row[feature[0]] == feature[1]]
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Read what earlier runs found of the plans, by name; of a plan that is in several files, what the last one says.
+    """Read the results of earlier runs by plan; if several files have a plan, the last one counts.
 
     Raises:
         SystemExit: A run with another seed, or of other plans.
@@ -157,7 +157,7 @@ def read_entries(files: Sequence[Path], seed: int) -> dict[str, dict[str, Any]]:
 
 
 def check_entries(entries: dict[str, dict[str, Any]], cases: Sequence[Case]) -> None:
-    """Raise SystemExit where entries of earlier runs are of other plans than those of this draw."""
+    """Raise SystemExit if entries of earlier runs belong to other plans than this draw has."""
     chosen = {case.name: json.loads(json.dumps(case.chosen)) for case in cases}
     other = [name for name, entry in entries.items() if chosen.get(name) != _whole(entry["chosen"])]
     if other:
@@ -165,7 +165,7 @@ def check_entries(entries: dict[str, dict[str, Any]], cases: Sequence[Case]) -> 
 
 
 def from_before(entries: dict[str, dict[str, Any]], seed: int) -> list[Case]:
-    """The plans of entries from before the table had all of its parameters."""
+    """Returns the plans of entries from before the table had all of its parameters."""
     return [
         case_of(_whole(entry["chosen"])["row"], name, seed)
         for name, entry in entries.items()
@@ -174,14 +174,14 @@ def from_before(entries: dict[str, dict[str, Any]], seed: int) -> list[Case]:
 
 
 def _whole(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Returns what was chosen, with the parameters that the table has got since."""
+    """Returns the chosen features, with defaults for parameters that the table got later."""
     if "row" not in chosen:
         return chosen
     return {**chosen, "row": {key: chosen["row"].get(key, values[0]) for key, values in PARAMETERS.items()}}
 
 
 def markdown(refused: dict[Pair, str]) -> str:
-    """The page of what is refused and why, and of which schedules have a feature."""
+    """Returns the page: refused pairs with the reason, and the schedules that have each feature."""
     schedules = PARAMETERS["schedule"]
     lines = [
         "# What goes with what",
@@ -237,7 +237,7 @@ def _value(value: Any) -> str:
 
 
 def _reason(text: str) -> str:
-    """A refusal without where it was met and what to do instead."""
+    """Returns the reason in a refusal, without its place and its remedy."""
     return text.split(": ", 1)[1].split(". ")[0].rstrip(".") + "."
 
 

@@ -1,4 +1,4 @@
-"""Compares a small model of every family of ``model_configs`` by Hugging Face with that by Megatron."""
+"""Compares small models of every family of ``model_configs`` in Hugging Face's and in Megatron's implementation."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").
 
 
 def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) -> dict[str, torch.Tensor]:
-    """All weights of a model."""
+    """Returns all weights of a model under Megatron's names."""
     found: dict[str, torch.Tensor] = {}
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in state.items():
@@ -41,7 +41,7 @@ def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) 
 
 
 def _usual(name: str) -> str:
-    """A name of a layer's weight, as most families have it."""
+    """Returns the name of a layer's weight that most families use."""
     name = name.replace("feed_forward.", "mlp.").replace("mlp.shared_expert.", "mlp.shared_experts.")
     return name.replace("self_attn.qkv_proj.", "attn.c_attn.")
 
@@ -77,7 +77,7 @@ def _layer(parts: dict[str, torch.Tensor], kind: str, config: Any) -> dict[str, 
 
 
 def _by_group(whole: torch.Tensor, config: Any) -> torch.Tensor:
-    """Queries, keys and values of one group of heads after the other."""
+    """Returns the fused weight: queries, keys and values, group of heads by group."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     width = whole.shape[0] // (heads + 2 * groups)
@@ -87,7 +87,7 @@ def _by_group(whole: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _experts(name: str, value: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
-    """The experts of a layer one by one; ``value`` is of all of them."""
+    """Yields the experts of a layer one by one; ``value`` has all of them."""
     layer, end = ("linear_fc1", "gate_up_proj") if "gate_up_proj" in name else ("linear_fc2", "down_proj")
     suffix = "bias" if name.endswith("_bias") else "weight"
     found = {}
@@ -101,11 +101,11 @@ def _experts(name: str, value: torch.Tensor, kind: str) -> dict[str, torch.Tenso
 
 SEQ_LENGTH = 32
 SMALL: dict[str, dict[str, Any]] = _DATA["small"]
-"""Fields of the small models that their families and the common shape do not say."""
+"""Fields of the small models beyond those of their family and of the common shape."""
 
 
 def small_config(name: str) -> dict[str, Any]:
-    """The ``config.json`` of a small model."""
+    """Returns the ``config.json`` of a small model."""
     own = SMALL[name]
     shape = {} if own["model_type"] == "gpt2" else _DATA["shape"]
     has_base = "rope_parameters" in own or "rotary_emb_base" in own
@@ -113,7 +113,7 @@ def small_config(name: str) -> dict[str, Any]:
 
 
 def small_model(name: str) -> tuple[Any, Model]:
-    """A small model of Hugging Face with random weights, and what the planner reads of its ``config.json``."""
+    """Returns a small Hugging Face model with random weights, and the planner's model of its ``config.json``."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = small_config(name)
@@ -124,7 +124,7 @@ def small_model(name: str) -> tuple[Any, Model]:
     model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)):
-            # Nothing is 0 or 1, so that nothing can be left out unseen.
+            # No weight is 0 or 1, so that a missing one changes the result.
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     with tempfile.TemporaryDirectory(prefix="het-config-") as folder:
         file = Path(folder) / "config.json"
@@ -135,7 +135,7 @@ def small_model(name: str) -> tuple[Any, Model]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Megatron in this process alone, over gloo."""
+    """Initialize Megatron in this process alone, over gloo."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -151,7 +151,7 @@ def one_rank() -> Iterator[None]:
 
 
 def _arguments(words: list[str]) -> Any:
-    """Megatron's arguments as its own parser makes them of words."""
+    """Returns Megatron's arguments, parsed by its own parser."""
     from megatron.training.arguments import parse_args, validate_args
 
     given, environment = sys.argv, dict(os.environ)
@@ -168,7 +168,7 @@ def _arguments(words: list[str]) -> Any:
 
 
 def megatron_model(read: Model, weights: Mapping[str, torch.Tensor]) -> Any:
-    """Megatron's model by the emitted flags with weights; all of them are used, and none is left."""
+    """Returns Megatron's model for the emitted flags, with weights loaded; every weight must be used exactly once."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder

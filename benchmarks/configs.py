@@ -1,7 +1,7 @@
-"""What becomes of the fields of Hugging Face's ``config.json``, and whether Megatron then computes the same.
+"""Checks that no field of Hugging Face's ``config.json`` is lost, and that Megatron then computes the same.
 
 ``python -m benchmarks.configs --json OUT`` reads the files of ``configs.yaml`` and changes every field of
-each of them: a field that can be changed without a change of what is read, or of what is refused, is lost.  Then a
+each of them.  A field is lost if its change alters neither the model that is read nor the refusal.  Then a
 small model of every family gets random weights, and its logits by ``transformers`` and by Megatron are compared.
 ``--markdown docs/models.md`` writes the tables of fields and families.
 """
@@ -20,14 +20,14 @@ from tools.planner.inputs.model_families import FAMILIES, INSIDE, NOT_OF_THE_MOD
 
 Config = dict[str, Any]
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8"))
-FILES: dict[str, Config] = _DATA["published"]  # files by what people call the model
+FILES: dict[str, Config] = _DATA["published"]  # files by the usual name of the model
 SEQ_LENGTH = 4096
-MOST = 1e-5  # largest relative difference of logits that is rounding
+MOST = 1e-5  # largest relative difference of logits that counts as rounding
 _WITHOUT_MEANING: dict[str, str] = _DATA["without_meaning"]
 
 
 def read(config: Config) -> dict[str, Any] | str:
-    """Returns what the planner reads of a file, or its error."""
+    """Returns the model that the planner reads from a file, or its error."""
     try:
         return from_config(config, "config.json", SEQ_LENGTH)
     except PlannerError as error:
@@ -35,7 +35,7 @@ def read(config: Config) -> dict[str, Any] | str:
 
 
 def other(value: Any) -> Any:
-    """Another value of the same type."""
+    """Returns another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -50,7 +50,7 @@ def other(value: Any) -> Any:
 
 
 def changed(config: Config) -> Iterator[tuple[str, Config]]:
-    """Every field of the model with the file in which it is another."""
+    """Yields every field of the model, with the file in which that field is changed."""
     inner = config.get("text_config") if config.get("model_type") in INSIDE else None
     for key, value in (inner or config).items():
         if key in NOT_OF_THE_MODEL:
@@ -60,13 +60,13 @@ def changed(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def lost_fields(config: Config) -> list[str]:
-    """Fields that can be changed unseen."""
+    """Returns the fields whose change has no effect."""
     before = read(config)
     return [key for key, file in changed(config) if read(file) == before]
 
 
 def files() -> dict[str, Any]:
-    """Returns what becomes of every file."""
+    """Returns the result for every file."""
     found = {}
     for name, config in FILES.items():
         document = read(config)
@@ -84,7 +84,7 @@ def files() -> dict[str, Any]:
 
 
 def logits() -> dict[str, float]:
-    """Differences of logits of the small models."""
+    """Returns the differences of logits of the small models."""
     from megatron_het.device import activate
 
     activate()  # Megatron binds on import what the platform replaces

@@ -1,15 +1,15 @@
-"""What somebody without the token can do at a job's port: ``python -m benchmarks.control_plane --json OUT``.
+"""Attacks on a job's port without the token: ``python -m benchmarks.control_plane --json OUT``.
 
-Two jobs are tried.  One has a controller and two workers that only give signs of life.  The other has no controller:
-two ranks meet in the store of rank 0 as those of the doctor, of automatic batches and of the watch do.  A client that
-knows the address and not the token tries every operation on every key, without a greeting and after a wrong one,
-torch's own protocol, random bytes, half of every message, floods of connections and of bytes, and what it has heard of
-a worker's connection: all of it again, parts of it again, and frames repeated, changed and left out on the connection
-itself.
+Two jobs are attacked.  One has a controller and two workers that only send heartbeats.  The other has no controller:
+two ranks use the store of rank 0, as the doctor, automatic batches and the watch do.  A client that
+knows the address but not the token tries every operation on every key, without a greeting and after a wrong one,
+torch's own protocol, random bytes, truncated messages, and floods of connections and of bytes.  It also replays
+a recorded connection of a worker, whole and in parts, and repeats, changes and drops frames on a live
+connection.
 
 Keys: ``attempts`` by kind; ``ended``: jobs that ended by it; ``changed``: documents that were written, changed or
 deleted by it; ``stored_bytes``: by which the store has grown; ``answered``: operations whose answer the client got;
-``refused``: connections that the store has counted; ``workers_missed``: signs of life that did
+``refused``: connections that the store has refused and counted; ``workers_missed``: heartbeats that did
 not get in within a second during the floods.  ``ended``, ``changed``, ``answered`` and ``workers_missed`` must be 0.
 """
 
@@ -50,7 +50,7 @@ _SOON_S, _START_S = 1.0, 60.0
 
 
 class Job:
-    """A controller with workers that only live."""
+    """A controller with workers that only send heartbeats."""
 
     def __init__(self, folder: Path) -> None:
         self.board = ServedBoard("127.0.0.1", 0, TOKEN)
@@ -74,7 +74,7 @@ class Job:
             time.sleep(0.02)
 
     def live(self) -> None:
-        """One sign of life of every worker."""
+        """Send one heartbeat of every worker."""
         self._beats += 1
         try:
             Board("127.0.0.1", self.board.port, TOKEN, patience_s=_SOON_S).has("over")  # one that comes now
@@ -87,12 +87,12 @@ class Job:
                 self.missed += 1
 
     def documents(self) -> dict[str, Any]:
-        """All of them but what the job itself changes."""
+        """All documents except those that the job itself changes."""
         kept = {key: self.board.ask("get", key)[0] for key in self.board.keys("")}
         return {key: text for key, text in kept.items() if key != "status" and not key.startswith("beat/")}
 
     def has_ended(self) -> bool:
-        """Whether the controller has stopped, or begun something that ends or changes the job."""
+        """Whether the controller has stopped, or begun to end or change the job."""
         return not self._thread.is_alive() or len(self.controller.history) != 1
 
     @property
@@ -115,7 +115,7 @@ class Job:
         return Board("127.0.0.1", port, TOKEN, patience_s=patience_s)
 
     def close(self) -> None:
-        """The end."""
+        """Stop the job."""
         self._is_over = True
         self._thread.join()
         self.board.close()
@@ -193,7 +193,7 @@ class Meeting:
         return Store(lambda: [("127.0.0.1", port)], token, patience_s)
 
     def close(self) -> None:
-        """The end."""
+        """Stop the job."""
         for heart in self._hearts:
             heart.stop()
 
@@ -209,7 +209,7 @@ def _about(number: int) -> dict[str, Any]:
 
 
 class Stranger:
-    """Knows the port, and nothing else."""
+    """A client that knows only the port."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
         self._port, self._rng = port, rng
@@ -217,7 +217,7 @@ class Stranger:
         self.answered = 0
 
     def send(self, kind: str, data: bytes, *, greets: Callable[[bytes], bytes] = lambda _: b"") -> None:
-        """Connect, greet, send and listen for a moment."""
+        """Connect, greet, send, and wait briefly for an answer."""
         self.attempts[kind] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
             said = one.recv(server.HELLO_BYTES)
@@ -248,13 +248,13 @@ class Stranger:
             self.send("random bytes", self._rng.randbytes(self._rng.randrange(1, 2000)))
 
     def half_messages(self) -> None:
-        """Every beginning of a greeting and of a request."""
+        """Send every prefix of a greeting and of a request."""
         whole = bytes(server.PROOF_BYTES) + _signed(b'["get", "over"]')
         for length in range(len(whole)):
             self.send("half messages", whole[:length])
 
     def torch_store(self) -> None:
-        """What torch's own client sends."""
+        """Run torch's own client against the port."""
         import torch.distributed as dist
 
         self.attempts["torch's protocol"] += 1
@@ -263,7 +263,7 @@ class Stranger:
             self.answered += 1
 
     def flood_of_connections(self, number: int, live: Callable[[], None]) -> None:
-        """Connections that say nothing; the workers live meanwhile, and new ones come."""
+        """Open silent connections while workers send heartbeats and new ones connect."""
         held: list[socket.socket] = []
         for _ in range(number):
             self.attempts["silent connections"] += 1
@@ -275,7 +275,7 @@ class Stranger:
             one.close()
 
     def flood_of_bytes(self, size: int, live: Callable[[], None]) -> None:
-        """As many bytes as the other end takes, after the announcement of a large frame."""
+        """Announce a large frame and send as many bytes as the other end accepts."""
         for head in (b"", bytes(server.PROOF_BYTES) + struct.pack(">I", server.MAX_FRAME_BYTES)):
             self.attempts["floods of bytes"] += 1
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), _SOON_S) as one:
@@ -309,7 +309,7 @@ def _signed(contents: bytes) -> bytes:
 
 
 class Listener:
-    """Sits between a worker and the controller, hears all of it, and may meddle.
+    """A man in the middle between a worker and the controller, which records and may change the traffic.
 
     Args:
         port: Of the controller.
@@ -347,7 +347,7 @@ class Listener:
             one.close()
 
     def close(self) -> None:
-        """No more connections."""
+        """Close all connections."""
         self._listening.close()
 
 
@@ -361,7 +361,7 @@ def _meddlings() -> Iterator[tuple[str, Callable[[int, bytes], list[bytes]]]]:
 
 
 def heard(job: Job | Meeting) -> list[bytes]:
-    """Returns what a member has said, greeting first; it counts, so that nothing of it may count again."""
+    """Returns the recorded bytes of a member that the controller accepted once; it must refuse any replay."""
     listener = Listener(job.port)
     member = job.member(listener.port)
     for _ in range(3):
@@ -371,7 +371,7 @@ def heard(job: Job | Meeting) -> list[bytes]:
 
 
 def repeat_and_meddle(job: Job | Meeting, stranger: Stranger, said: list[bytes]) -> None:
-    """Use what a member has said, and change what one says."""
+    """Replay recorded traffic of a member, and change live traffic."""
     for first in range(len(said)):
         stranger.send("replays", b"".join(said[first:]))
     for kind, meddle in _meddlings():
@@ -385,7 +385,7 @@ def repeat_and_meddle(job: Job | Meeting, stranger: Stranger, said: list[bytes])
 
 
 def _attack(job: Job | Meeting, seed: int, scale: int, with_torch: bool) -> dict[str, Any]:
-    """Make all attempts on one job."""
+    """Run all attacks on one job."""
     stranger = Stranger(job.port, random.Random(seed))
     job.live()
     said = heard(job)
@@ -416,7 +416,7 @@ def _attack(job: Job | Meeting, seed: int, scale: int, with_torch: bool) -> dict
 
 
 def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> dict[str, Any]:
-    """Make all attempts on both jobs; returns sums, and the figures of each.
+    """Run all attacks on both jobs; returns sums, and the figures of each job.
 
     Args:
         seed: Of what is random.
@@ -438,7 +438,7 @@ def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> 
 
 
 def main() -> int:
-    """Command line; 1 where somebody without the token has done something."""
+    """Command line; exit code 1 if an attack had an effect."""
     parser = command_line("benchmarks.control_plane", __doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=int, default=1000, help="connections of the flood (default 1000)")

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.cuda_iterations --json OUT``.  Every rank of small plans trains two iterations in a dry run with
 ``--cuda`` (:mod:`megatron_het.dry_run`), in processes forked from one that has imported Megatron.  Keys: ``runs``;
-``failed``, with device mix-ups and accesses that no wait between streams has put in order; ``waits_in_operations``,
-how often the host waits for the device inside operations of the program, but for those that two other keys have:
+``failed``, with mixed devices and accesses that no wait between streams orders; ``waits_in_operations``,
+how often the host waits for the device inside operations of the program, except for the waits of two other keys:
 ``waits_for_experts``, in Megatron's dispatcher, which reads how many tokens every expert gets;
 ``staged_waits``, at most ``staged_transfers``, because gloo sends what is in host memory already;
 ``waits_by_iteration``, the most outside of operations; ``missing_waits_noticed`` of ``missing_waits``: lines that order
@@ -49,7 +49,7 @@ LEFT_OUT = (
     "megatron_het/features/window",
     "megatron_het/features/activation_offload",
 )
-"""Where the lines are whose waits are left out."""
+"""Files with the lines whose waits are left out."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Iteration:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The run's readable name."""
         staged = f", {self.transport}" if self.transport != "auto" else ""
         without = f", without {self.ignored_wait}" if self.ignored_wait else ""
         return f"{self.case.name}, rank {self.rank}{staged}{without}"
@@ -81,7 +81,7 @@ class Iteration:
 
 
 def _model_cases() -> list[Case]:
-    """Layers whose dry runs are not compared with real ones: what routers and masks do depends on values."""
+    """Cases whose dry runs are not compared with real ones, because routers and masks depend on values."""
     mixed = build_plan([[1], [2, 1]], [2, 3], random.Random(1), sequence_parallel=True, even_routing=False)
     later = replace(mixed, model=replace(mixed.model, mtp_num_layers=2))
     sliced = {"schedule": "slimpipe", "tp": "by stage"}
@@ -117,7 +117,7 @@ def cuda_cases() -> list[Case]:
 
 
 def every_rank(cases: Iterable[Case], only: Sequence[int] = ()) -> list[Iteration]:
-    """All ranks of the cases, or those that are given, and of some of them with host memory between the ranks."""
+    """Iterations of all (or the given) ranks of the cases; some cases again with transfers through host memory."""
     found = []
     for case in cases:
         ranks = [rank for rank in range(case.plan.world_size) if rank in only or not only]
@@ -128,7 +128,7 @@ def every_rank(cases: Iterable[Case], only: Sequence[int] = ()) -> list[Iteratio
 
 
 def run_all(chosen: Iterable[Iteration], folder: Path) -> Iterator[dict[str, Any]]:
-    """Dry runs, one after the other; the figures of each, or its error."""
+    """Run dry runs, one after the other; returns the figures of each, or its error."""
     from megatron_het.dry_run.run import import_megatron
 
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -157,7 +157,7 @@ def _wait(child: int) -> None:
 
 
 def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
-    """The life of a forked process."""
+    """Run the forked process."""
     plan = iteration.case.plan
     os.environ.update(RANK=str(iteration.rank), LOCAL_RANK="0", WORLD_SIZE=str(plan.world_size))
     try:
@@ -181,18 +181,18 @@ def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
 
 
 def in_operations(entry: dict[str, Any], of_experts: bool = False) -> int:
-    """How often the host waited inside operations of the program: in Megatron's dispatcher of tokens, or elsewhere."""
+    """Counts the host's waits inside operations of the program: in Megatron's token dispatcher, and elsewhere."""
     waits = [wait for wait in entry["host_waits"] if wait["during"]]
     return sum(wait["calls"] for wait in waits if wait["where"].startswith(DISPATCHER) == of_experts)
 
 
 def transfers(entry: dict[str, Any]) -> int:
-    """How many tensors a rank sent in an iteration."""
+    """Counts the tensors that a rank sent in an iteration."""
     return sum(found["calls"] for found in entry["traffic"] if found["what"] == "sent")
 
 
 def left_out(done: Iterable[tuple[Iteration, dict[str, Any]]]) -> list[Iteration]:
-    """Each line that orders streams, left out in the first run in which it was reached."""
+    """For each line that orders streams: the first run that reached it, with this line left out."""
     found: dict[str, Iteration] = {}
     for iteration, entry in done:
         for line in entry.get("stream_waits", ()):
@@ -202,12 +202,12 @@ def left_out(done: Iterable[tuple[Iteration, dict[str, Any]]]) -> list[Iteration
 
 
 def is_noticed(entry: dict[str, Any]) -> bool:
-    """Whether a run was told that accesses are out of order."""
+    """Whether a run reported accesses out of order."""
     return "is not ordered after" in entry.get("error", "")
 
 
 def summary(done: list[dict[str, Any]], missing: list[dict[str, Any]]) -> dict[str, Any]:
-    """The keys of the report."""
+    """Returns the keys of the report."""
     ran = [entry for entry in done if "error" not in entry]
     staged = [entry for entry in ran if entry["name"].endswith(", staged")]
     direct = [entry for entry in ran if not entry["name"].endswith(", staged")]
@@ -235,13 +235,13 @@ def line_of(entry: dict[str, Any]) -> str:
 
 
 def is_bad(report: dict[str, Any]) -> bool:
-    """Whether a report holds anything that is wrong."""
+    """Whether a report contains a failure."""
     bad = report["failed"] or report["waits_in_operations"] or report["missing_waits_unnoticed"]
     return bool(bad) or report["staged_waits"] > report["staged_transfers"]
 
 
 def _shown(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a report keeps of a run: enough to count it again."""
+    """Returns the part of a run that the report keeps, from which its figures can be counted again."""
     return {key: entry[key] for key in ("name", "error", "host_waits", "traffic", "stream_waits") if key in entry}
 
 
@@ -284,7 +284,7 @@ def report_of(runs: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
 
 
 def left_to_do(runs: dict[str, Any], without: dict[str, Any]) -> list[Iteration]:
-    """Lines that runs have reached and that were not left out yet."""
+    """Returns the lines that runs have reached and that were not left out yet."""
     known = {iteration.name: iteration for iteration in every_rank(cuda_cases())}
     reached = left_out((known[name], entry) for name, entry in runs.items() if name in known)
     tried = set(map(line_of, without.values()))
@@ -292,7 +292,7 @@ def left_to_do(runs: dict[str, Any], without: dict[str, Any]) -> list[Iteration]
 
 
 def main() -> int:
-    """Command line.  The report is written after every run, so that one that was interrupted can be gone on with."""
+    """Command line.  The report is written after every run, so that an interrupted benchmark can be continued."""
     options = _options()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
     (folder / "without").mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,22 @@
-"""Does a run notice what drifts, and is the better plan as good as promised?
+"""Does the watch detect drift, and does the better plan gain as much as predicted?
 
     python -m benchmarks.drift --json OUT [--pairs N]
 
 Real runs over gloo under plans of the planner.  Devices are paced (``benchmarks.drift_stand_ins``): every layer takes a
-set time whatever else this machine does, and the planner's profile says that time.  In the middle of a run
+set time whatever else this machine does, and the planner's profile contains that time.  In the middle of a run
 
 - ``device``: one process becomes twice as slow;
 - ``link``: messages between two processes, in both directions, are delayed;
 - ``stopped``: one process that is not paced is stopped again and again (found and named; too noisy for gains).
 
-The watch has to name it.  ``het-plan replan`` then makes a better plan from the run's folder, which runs on the same
-drifted devices: what it was said to gain stands beside what it gains.
+The watch has to name the cause.  ``het-plan replan`` then makes a better plan from the run's folder, which runs on the
+same drifted devices: the report has its predicted and its measured gain.
 
 ``watch_overhead`` is measured inside the processes, because runs on a busy machine differ by more than the watch costs.
-Every rank takes the time by the clock of all that the watch does when an iteration starts: summing up, posting, reading
-and writing.  The mean of the rank that spends most (the one that reads), of the worst run, is divided by the median
-iteration of the runs without the watch.  Beside that are the watch's processor time and the ratios of alternating runs
-with the watch and without it, which contain what the watch adds to single transfers too.
+Every rank takes the wall time of all work of the watch at the start of an iteration: summing up, posting, reading
+and writing.  The mean of the slowest rank (the one that reads), in the worst run, is divided by the median
+iteration of the runs without the watch.  The report also has the watch's CPU time and the ratios of alternating runs
+with the watch and without it, which include the time that the watch adds to single transfers.
 """
 
 import json
@@ -58,7 +58,7 @@ _FOUND = re.compile(r"het: watch: iteration (\d+): (?!over)(.*)")
 
 
 def _profile() -> profile_schema.Profile:
-    """Returns what a profile of paced devices says; embedding and head are within the pace of a layer."""
+    """Returns a profile of the paced devices; the pace of a layer includes embedding and head."""
     m = MODEL
 
     def timing(layer: Any, share: float) -> profile_schema.LayerTiming:
@@ -81,12 +81,12 @@ class Scenario:
 
     name: str  # of the result
     layers: tuple[int, ...]  # of every stage of the run's plan, one device each
-    named: tuple[str, ...]  # what the watch has to name
+    named: tuple[str, ...]  # the cause that the watch has to name
     slowed: tuple[int, ...] = ()  # ranks that become slow
     links: tuple[tuple[int, int], ...] = ()  # pairs of ranks between which messages are delayed, both ways
 
     def stand_in(self, iteration: int) -> dict[str, Any]:
-        """The arguments of ``drift_stand_ins.paced``."""
+        """Returns the arguments of ``drift_stand_ins.paced``."""
         delays = {f"{x}-{y}": DELAY_S for a, b in self.links for x, y in ((a, b), (b, a))}
         return {
             "forward_s": FORWARD_S,
@@ -117,7 +117,7 @@ def planned(layers: Sequence[int]) -> Plan:
 
 
 def folder_of(plan: Plan, folder: Path) -> Path:
-    """The folder of a run, with the files that ``replan`` reads."""
+    """Create the folder of a run, with the files that ``replan`` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / "plan.json")
     keep_inputs(folder, processors(len(plan.stages)), MODEL, _profile())
@@ -138,26 +138,26 @@ def job(plan_file: Path, folder: Path, iterations: int, stand_in: Mapping[str, A
 
 
 def training_flags(iterations: int) -> tuple[str, ...]:
-    """Of the paced model, without a plan."""
+    """Returns the flags of the paced model, without a plan."""
     flags = plain_flags(MODEL, MODEL.vocab_size - 1, MODEL.global_batch_size, iterations)
     return words("--lr 1e-3 --lr-decay-style constant", flags, platform_words(is_cuda=False))
 
 
 def times_of(folder: Path, first: int) -> list[float]:
-    """Iteration times of a run from an iteration on, in seconds."""
+    """Returns the times of a run's iterations from a given one on, in seconds."""
     reports = [json.loads(p.read_text()) for p in sorted((folder / "ranks").glob("rank-*.json"))]
     rows = reports[-1]["iterations"]
     return [row["elapsed_s"] for row in rows if row["iteration"] >= first and row["elapsed_s"]]
 
 
 def said(done: Finished) -> list[tuple[int, str]]:
-    """Returns what the watch has said: iteration and sentence; the run's folder is called RUN."""
+    """Returns the findings of the watch: iteration and sentence, with RUN for the run's folder."""
     lines = _FOUND.findall(done.log().replace(str(done.job.log_dir), "RUN"))
     return [(int(iteration), text) for iteration, text in lines]
 
 
 def drifted(runner: Runner, scenario: Scenario, scratch: Path) -> dict[str, Any]:
-    """One scenario: the run with the drift, the better plan, and what that takes."""
+    """Measure one scenario: the run with the drift, and the run of the better plan."""
     folder = folder_of(planned(scenario.layers), scratch / scenario.name)
     done = runner.run(job(folder / "plan.json", folder, ITERATIONS, scenario.stand_in(DRIFT_AT)))
     found = [(i, text) for i, text in said(done) if i >= DRIFT_AT]
@@ -178,7 +178,7 @@ def drifted(runner: Runner, scenario: Scenario, scratch: Path) -> dict[str, Any]
 
 
 def _gain(runner: Runner, scenario: Scenario, folder: Path, before_s: float) -> dict[str, Any]:
-    """The better plan on the drifted devices."""
+    """Run the better plan on the drifted devices; returns its predicted and measured gain."""
     better = load_plan(folder / "plan-2.json")
     assert better.predicted is not None
     replicas = [r for stage in better.stages for r in stage.replicas]
@@ -208,7 +208,7 @@ def _gain(runner: Runner, scenario: Scenario, folder: Path, before_s: float) -> 
 
 
 def _before(folder: Path) -> float:
-    """The run's own plan, priced from what was measured."""
+    """Returns the run's own plan, priced from the measured times."""
     plan = load_plan(folder / "plan.json")
     seen = load_watched(folder / "ranks" / "watch.json", plan)
     corrected = correct(plan, load_cluster(folder / CLUSTER), profile_schema.load_profile(folder / PROFILE), seen)
@@ -216,7 +216,7 @@ def _before(folder: Path) -> float:
 
 
 def stopped(runner: Runner, scratch: Path) -> dict[str, Any]:
-    """A process that computes for real is stopped three quarters of the time."""
+    """Measure a process that computes for real and is stopped three quarters of the time."""
     folder = folder_of(planned((4, 4)), scratch / "stopped")
     setup = {"slowed": 1, "iteration": DRIFT_AT, "stopped_s": 0.03, "running_s": 0.01}
     one = job(folder / "plan.json", folder, ITERATIONS, {}, "--het-watch-threshold", "0.8")
@@ -230,7 +230,7 @@ def stopped(runner: Runner, scratch: Path) -> dict[str, Any]:
 
 
 def overhead(runner: Runner, scratch: Path, pairs: int) -> dict[str, Any]:
-    """What the watch costs: its own time inside the process, and alternating runs with the watch and without."""
+    """Measure the overhead of the watch: its own time in the process, and alternating runs with and without it."""
     folder = folder_of(planned((4, 4)), scratch / "overhead")
     stand_in = Scenario("overhead", (4, 4), ()).stand_in(10**9)
     seconds: dict[str, list[float]] = {"on": [], "off": []}
@@ -257,7 +257,7 @@ def overhead(runner: Runner, scratch: Path, pairs: int) -> dict[str, Any]:
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of all scenarios together: the latest finding, whether all were named, the worst error."""
+    """Returns the figures of all scenarios: the latest finding, whether all causes were named, the worst error."""
     drifts = [result[name] for name in ("device", "link", "stopped") if name in result]
     gains = [d for d in drifts if d.get("replan_gain_error") is not None]
     worst: Mapping[str, Any] = max(gains, key=lambda d: d["replan_gain_error"], default={})

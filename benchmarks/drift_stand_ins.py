@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run: a process that hangs or stops again and again, a slow device, a slow link.
+"""Faults in the middle of a run: a process that hangs or is stopped repeatedly, a slow device, a slow link.
 
 Functions of this module are the ``setup`` of jobs (``testing.runner``).  *Paced* devices take a set time for every
 layer, as a GPU does whatever its host is busy with: a pass computes, and then sleeps for the rest of its time.
@@ -33,7 +33,7 @@ while os.getppid() == pid:
 
 
 class _OnItsWay:
-    """Stands for the work of a message that has not been posted yet."""
+    """Stand-in for the ``Work`` of a message that has not been posted yet."""
 
     def __init__(self) -> None:
         self.posted = threading.Event()
@@ -41,7 +41,7 @@ class _OnItsWay:
         self.error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the message has been posted and has arrived.
+        """Wait until the message has been posted and has arrived.
 
         Raises:
             RuntimeError: The time is over, or posting failed.
@@ -55,12 +55,12 @@ class _OnItsWay:
         return bool(self.work.wait(timedelta(seconds=max(0.001, bound - (time.monotonic() - began)))))
 
     def is_completed(self) -> bool:
-        """Whether it has been posted and has arrived."""
+        """Whether the message has been posted and has arrived."""
         return self.posted.is_set() and self.work is not None and self.work.is_completed()
 
 
 class SlowLink:
-    """The way to one rank.
+    """A delayed, rate-limited link to one rank.
 
     Attributes:
         latency_s: Seconds from the end of sending to the arrival; may change while messages are on their way.
@@ -86,7 +86,7 @@ class SlowLink:
             time.sleep(max(0.0, arrival_s - time.monotonic()))
             try:
                 message.work = post()
-            except Exception as error:  # the rank that waits for it says so
+            except Exception as error:  # the rank that waits for the message reports the error
                 message.error = error
             message.posted.set()
 
@@ -112,7 +112,7 @@ def divert(link_to: Callable[[int], SlowLink | None]) -> None:
 
 
 def at_iteration(iteration: int, action: Callable[[], Any]) -> None:
-    """Call an action in this process when an iteration of training begins, counted from 1."""
+    """Call a function in this process when the given iteration of training begins, counted from 1."""
     from megatron_het.runtime.executor import Executor
 
     run, counted = Executor.run, [0]
@@ -127,27 +127,27 @@ def at_iteration(iteration: int, action: Callable[[], Any]) -> None:
 
 
 def stop_again_and_again(*, rank: int, slowed: int, iteration: int, stopped_s: float, running_s: float) -> None:
-    """From an iteration on, one rank is stopped for most of the time, whatever it does."""
+    """Stop one rank for most of the time, from an iteration on."""
     if rank == slowed:
         words = [sys.executable, "-S", "-c", _STOPPER, str(os.getpid()), str(stopped_s), str(running_s)]
         at_iteration(iteration, lambda: subprocess.Popen(words))
 
 
 def hang(*, rank: int, hung: int, iteration: int, seconds: float) -> None:
-    """At an iteration one rank does nothing for a while, and its other threads go on."""
+    """Block the main thread of one rank for a while at an iteration; its other threads go on."""
     if rank == hung:
         at_iteration(iteration, lambda: time.sleep(seconds))
 
 
 class Pace:
-    """How long layers take on this device."""
+    """The time that layers take on this device."""
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
         self.forward_s, self.backward_s = forward_s, backward_s
         self.factor = 1.0
 
     def install(self) -> None:
-        """Every forward and backward of this process takes its time from now on."""
+        """Pace every forward and backward of this process from now on."""
         from megatron_het.runtime.executor import Executor
 
         all_handlers = Executor._all_handlers
@@ -175,7 +175,7 @@ class Pace:
         return run
 
     def slow_down(self, factor: float) -> None:
-        """Layers take this many times as long from now on."""
+        """Slow layers down by this factor from now on."""
         self.factor = factor
 
 
@@ -189,7 +189,7 @@ def paced(
     factor: float,
     links: Mapping[str, float],
 ) -> None:
-    """Paced devices, some of which slow down, and links that become slow.
+    """Install paced layers, some of which slow down, and links that become slow.
 
     Args:
         rank: This rank.

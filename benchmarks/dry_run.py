@@ -1,4 +1,4 @@
-"""Do dry runs hold, compute and send what real runs do, and what planner predicts?
+"""Compares memory, FLOPs and messages of dry runs with real runs, and their memory with the planner's prediction.
 
 ``python -m benchmarks.dry_run --json OUT``.  Small plans of every schedule and feature run for real over gloo, counted
 by the tracker of dry runs, and every rank of them as a dry run.  ``bytes_difference`` is the largest difference of any
@@ -6,11 +6,11 @@ figure: bytes of every category at the peak, bytes to every peer and of every co
 
 Big plans of dense models run dry with fused kernels: one rank of the first, the middle
 and the last kind (``--kinds``: of every kind).  ``planner_memory_error`` is the largest relative difference between
-what the planner says of a rank, without what it reserves for allocator and libraries, and the peak of the rank's dry
+the planner's prediction for a rank, without its reserve for allocator and libraries, and the peak of the rank's dry
 run.  ``seconds_per_rank_kind`` is the processor time of the longest dry run, without the import of Megatron;
-``wall_seconds_per_rank_kind`` is its time by the clock, which is longer where other work has the processor.
+``wall_seconds_per_rank_kind`` is its wall time, which is longer where other work has the processor.
 
-Ranks of an existing ``OUT`` that are not run again stay as they are, so that parts add up.
+Ranks of an existing ``OUT`` that are not run again are kept, so that partial runs add up.
 """
 
 import fnmatch
@@ -82,12 +82,12 @@ class BigPlan:
     micro_batch_size: int = 1
     gpu: str = _GPU
     tied: bool = False
-    kept: int = 0  # layers of each stage that full recomputation leaves out
+    kept: int = 0  # layers of each stage that full recomputation keeps
     flag: str = ""  # Megatron's, of gradients
 
     @property
     def name(self) -> str:
-        """Says what differs."""
+        """The plan's readable name."""
         parts = [self.model, f"{self.tokens // 1024}k", self.schedule, f"{len(self.layers)} stages", f"TP {self.tp}"]
         if self.replicas > 1:
             parts.append(f"{self.replicas} replicas")
@@ -144,7 +144,7 @@ class BigPlan:
         return plan, list(priced.memory if priced is not None else ())
 
     def write(self, folder: Path) -> Plan:
-        """Write ``plan.json`` and ``model.yaml``."""
+        """Write ``plan.json`` and ``model.yaml`` into a folder."""
         import yaml
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def _window(sizes: list[list[int]], layers: list[int], **parameters: Any) -> Cas
 
 
 def _unequal() -> dict[str, Case]:
-    """Microbatches, depths, shares of the state and ZeRO stages that Megatron has not."""
+    """Cases with unequal microbatches, depths, shares of the state and ZeRO stages, which Megatron does not have."""
     rng = random.Random(3)
     sizes = with_sizes(_plain([[1, 1], [1]], [2, 2], distributed_optimizer=True), (1, 3, 2), rng)
     depths = with_schedule(_plain([[1], [1], [1]], [1, 1, 1]), "1f1b", 1, {"depths": [2, 1]})
@@ -261,7 +261,7 @@ def _unequal() -> dict[str, Case]:
 
 
 def _experts() -> dict[str, Case]:
-    """Layers of experts, all of which every token is sent to, so that a dry run knows how many each gets."""
+    """Cases with experts, each of which gets every token, so that a dry run knows the number of tokens."""
     plain = {
         "1f1b, experts, mixed TP in a stage": _plain([[1], [2, 1]], [2, 3], sequence_parallel=True),
         "ministage with a window, experts": _window([[1, 1], [1]], [1, 1]),
@@ -274,7 +274,7 @@ def _experts() -> dict[str, Case]:
 
 
 def dry_run_cases() -> list[Case]:
-    """All cases, with names of their own."""
+    """Returns all cases, with unique names."""
     mixed = _plain([[1], [2, 1]], [2, 3], sequence_parallel=True, tied=True, even_routing=False)
     found = {
         "1f1b, TP by stage": _plain([[1], [2], [1]], [1, 2, 2]),
@@ -303,7 +303,7 @@ def dry_run_cases() -> list[Case]:
 
 
 def flags_of(case: Case) -> tuple[str, ...]:
-    """The flags of a run of the case, without the plan and without data."""
+    """Returns the flags of a run of the case, without the plan and without data."""
     return (
         *common_flags(*case.reference),
         *case.plan_flags(),
@@ -321,7 +321,7 @@ _CASE_S = 600.0
 
 
 def jobs_of(case: Case, folder: Path, ranks: Sequence[int]) -> list[Job]:
-    """The real run of a case, and a dry run of each of some ranks."""
+    """Returns the job of a case's real run, and the jobs of dry runs of some of its ranks."""
     folder.mkdir(parents=True)
     save_plan(case.plan, folder / "plan.json")
     flags = (*flags_of(case), "--het-plan", str(folder / "plan.json"))
@@ -334,7 +334,7 @@ def jobs_of(case: Case, folder: Path, ranks: Sequence[int]) -> list[Job]:
 
 
 def difference(real: dict[str, Any], dry: dict[str, Any]) -> dict[str, float]:
-    """What differs between the figures of a real and a dry run of one rank, by figure; empty where nothing does."""
+    """Returns the figures of one rank that differ between real and dry run; empty if all are equal."""
     found: dict[str, float] = {}
     for part in ("by_category", "category_peaks"):
         for name in real["memory"][part]:
@@ -366,7 +366,7 @@ def compare(runner: Runner, case: Case, folder: Path, ranks: Sequence[int]) -> d
 
 
 def small_plans(chosen: Sequence[Case], folder: Path, which: str) -> Iterator[dict[str, Any]]:
-    """All small plans, real and dry, one after the other."""
+    """Run all small plans, real and dry, one after the other."""
     with Runner() as runner:
         for number, case in enumerate(chosen):
             last = case.plan.world_size - 1
@@ -375,7 +375,7 @@ def small_plans(chosen: Sequence[Case], folder: Path, which: str) -> Iterator[di
 
 
 def big_plan(runner: Runner, big: BigPlan, folder: Path, which: str) -> Iterator[dict[str, Any]]:
-    """Dry runs of a big plan's ranks beside what the planner predicts."""
+    """Dry-run a big plan's ranks; returns their memory beside the planner's prediction."""
     plan, memory = big.write(folder), {m.stage: m for m in big.planned()[1]}
     flags = rank_flags(plan, load_model(folder / "model.yaml"), str(folder / "plan.json"), [])
     kinds = rank_kinds(plan)
@@ -401,7 +401,7 @@ def big_plan(runner: Runner, big: BigPlan, folder: Path, which: str) -> Iterator
 
 
 def big_parts(chosen: Sequence[BigPlan], folder: Path, which: str) -> Iterator[dict[str, Any]]:
-    """The ranks of all big plans, one after the other."""
+    """Yields the ranks of all big plans, one after the other."""
     with Runner() as runner:
         for number, big in enumerate(chosen):
             yield from big_plan(runner, big, folder / f"big-{number}", which)

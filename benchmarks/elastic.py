@@ -12,12 +12,12 @@ round with all three changes, copied after every iteration; at most 1), ``copy_o
 share of an iteration, with the chosen ``copy_every``; at most 0.03), ``copy_overhead_each`` (of an iteration that
 begins with a copy), ``loss_difference`` (largest relative one to an undisturbed run; at most 1e-5).
 
-With ``--sizes`` only join, death and leave are made, at each hidden size, and compared with what the controller and
-``het-plan replay`` assume: ``sizes`` has pauses, the state of the rank that holds most, the rates that its copies in
-memory tell, and by how much the pause grows over that of the first size: as measured (``pause_grew_s``), as assumed
-(``assumed_grew_s``) and by those rates (``model_grew_s``).  Of three sizes or more the last one is predicted from those
-before (``predicted_s``, ``prediction_error``): ``line`` as ``replay --pauses`` does, over state; ``learned`` as the
-controller does, by the share of a change in which state moved; ``rates`` by the pause before and the rates.
+With ``--sizes`` only join, death and leave are run, at each hidden size, and compared with the model of the controller
+and of ``het-plan replay``: ``sizes`` has pauses, the state of the rank that holds most, the rates measured by its
+copies in memory, and the growth of the pause over that of the first size: measured (``pause_grew_s``), by assumed
+rates (``assumed_grew_s``), by measured rates (``model_grew_s``).  Of three or more sizes the last is predicted from the
+others (``predicted_s``, ``prediction_error``): ``line`` by a line over the state, as in ``replay --pauses``;
+``learned`` as the controller does, by the part of a change in which state moved; ``rates`` by pause and rates before.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Lines = list[tuple[float, int]]
 
 
 def plan_of(replicas: int, layers: tuple[int, int] = (2, 3), batch: int = _BATCH) -> Plan:
-    """Two stages; so many replicas of the second one, with a divided optimizer."""
+    """Returns a plan of two stages, the second with so many replicas, with the distributed optimizer."""
     routes = [tuple(range(q, batch, replicas)) for q in range(replicas)]
     second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
     return Plan(
@@ -73,7 +73,7 @@ def plan_of(replicas: int, layers: tuple[int, int] = (2, 3), batch: int = _BATCH
 def flags(
     iterations: int, out: Path, plan: Plan | None = None, device: Device = "cpu", data: Sequence[str] = ("--mock-data",)
 ) -> list[str]:
-    """Of the training; that of :func:`plan_of` without a plan."""
+    """Returns the flags of the training of :func:`plan_of`, without a plan."""
     plan = plan or plan_of(1)
     model = plan.model
     size = f"--hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}"
@@ -97,7 +97,7 @@ def small_data(folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of every process."""
+    """Returns the environment of every process."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
@@ -105,13 +105,13 @@ def environment() -> dict[str, str]:
 
 
 def lines_of(logs: list[Path]) -> Lines:
-    """Returns what Megatron logged in any of the files."""
+    """Returns the lines that Megatron logged in any of the files."""
     text = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
     return sorted((datetime.fromisoformat(when).timestamp(), int(number)) for when, number in _LINE.findall(text))
 
 
 def losses_of(folder: Path) -> dict[int, list[float]]:
-    """All losses that reports below a folder have, by iteration."""
+    """Returns all losses in the reports below a folder, by iteration."""
     found: dict[int, list[float]] = {}
     for file in sorted(folder.rglob("rank-*.json")):
         for iteration, loss in json.loads(file.read_text(encoding="utf-8"))["losses"]:
@@ -169,36 +169,36 @@ class ElasticJob:
         self._processes[name] = self._begin(name, [*self._base, *words])
 
     def _begin(self, name: str, words: list[str]) -> Any:
-        """A process of ``het-run`` with these words."""
+        """Start ``het-run`` with these arguments."""
         command = [sys.executable, "-m", "megatron_het.elastic", *words]
         with (self.folder / f"{name}.txt").open("wb") as log:
             return subprocess.Popen(command, cwd=REPOSITORY, env=self._environment, stdout=log, stderr=log)
 
     def kill_worker(self, node: str) -> float:
-        """SIGKILL; when it was sent."""
+        """Send SIGKILL to a worker; returns the time."""
         os.kill(self.worker(node), signal.SIGKILL)
         return time.time()
 
     def process(self, name: str) -> int:
-        """Number of the controller's or an agent's process."""
+        """Returns the PID of the controller or of an agent."""
         return int(self._processes[name].pid)
 
     def workers(self, node: str) -> list[int]:
-        """Numbers of the processes of a node's workers."""
+        """Returns the PIDs of a node's workers."""
         agent = self.process(node)
         return [int(one) for one in Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()]
 
     def worker(self, node: str) -> int:
-        """Number of the process of a node's first worker."""
+        """Returns the PID of a node's first worker."""
         return self.workers(node)[0]
 
     def exit_code(self) -> int | None:
-        """Of the controller; None while the job goes on."""
+        """The controller's exit code; None while the job runs."""
         code: int | None = self._processes["controller"].poll()
         return code
 
     def has_reached(self, iteration: int) -> bool:
-        """Whether an iteration was logged lately; logs are rotated, and large."""
+        """Whether an iteration is in the newest part of the logs, which are rotated and large."""
         newest = 0
         for log in (self.folder / "job").glob("node-*/worker-*/log.txt"):
             with contextlib.suppress(OSError), log.open("rb") as text:  # it has just been rotated or dropped
@@ -208,26 +208,26 @@ class ElasticJob:
         return newest >= iteration
 
     def notify(self, node: str) -> float:
-        """SIGTERM to the agent; when it was sent."""
+        """Send SIGTERM to the agent; returns the time."""
         self._processes[node].terminate()
         return time.time()
 
     def lines(self) -> Lines:
-        """Returns what was logged."""
+        """Returns the logged iterations."""
         return lines_of(sorted((self.folder / "job").glob("node-*/worker-*/log.txt")))
 
     def state(self) -> dict[str, Any]:
-        """Of the controller's file; empty where there is none yet."""
+        """Returns the controller's state file; empty if there is none yet."""
         with contextlib.suppress(OSError, json.JSONDecodeError):
             return dict(json.loads((self.folder / "job" / "state.json").read_text(encoding="utf-8")))
         return {}
 
     def history(self) -> list[dict[str, Any]]:
-        """Of the controller's file."""
+        """Returns the history in the controller's state file."""
         return list(self.state().get("history", []))
 
     def has_logged(self, number: int) -> bool:
-        """Whether so many iterations were logged."""
+        """Whether this many iterations were logged."""
         return len(self.lines()) >= number
 
     def has_opened(self, generation: int) -> bool:
@@ -235,14 +235,14 @@ class ElasticJob:
         return any(entry["generation"] == generation and "opened" in entry for entry in self.history())
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait, in bounded time, while the controller lives."""
+        """Wait in bounded time, as long as the controller runs."""
         controller = self._processes["controller"]
         _until(lambda: condition() or controller.poll() is not None, what)
         if not condition():
             raise RuntimeError(f"{what}: the job ended, see {self.folder}")
 
     def end(self) -> None:
-        """Wait until the training is over, while it goes on."""
+        """Wait until the training is over, as long as it makes progress."""
         controller, before = self._processes["controller"], None
         while controller.poll() is None and before != (now := self.lines()[-1:]):
             before = now
@@ -262,7 +262,7 @@ class ElasticJob:
 
 
 class _Node(Forked):
-    """A controller or an agent, with what :class:`ElasticJob` asks of a process."""
+    """A controller or an agent, with the process interface that :class:`ElasticJob` uses."""
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
@@ -272,9 +272,9 @@ class _Node(Forked):
 
 
 class ForkedJob(ElasticJob):
-    """A job whose processes are forked from this one, which has imported Megatron: cores are not spent on imports.
+    """A job whose processes are forked from this one, which has imported Megatron, so that imports cost no time.
 
-    All that they do is ``het-run``'s own.
+    Otherwise they run the code of ``het-run``.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
 
 
 def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) -> float:
-    """See the module's text.
+    """Returns the pause of a change in seconds, as the module's docstring defines it.
 
     Args:
         lines: Of the job.
@@ -324,14 +324,14 @@ def pause(lines: Lines, event_s: float, planned_s: float, *, from_line: bool) ->
 
 @dataclass(frozen=True)
 class Changed:
-    """A job of three nodes that was joined by a fourth, lost a worker, and was left by a node."""
+    """The results of a job of three nodes that a fourth joined, that lost a worker, and that a node left."""
 
     events: tuple[tuple[str, float], ...]
     lines: Lines
     history: list[dict[str, Any]]
 
     def pauses(self) -> dict[str, dict[str, float]]:
-        """By kind of change, whole and by phase."""
+        """Returns the pauses by kind of change, in total and by phase."""
         found = {}
         for (kind, event_s), entry in zip(self.events, self.history[1:], strict=True):
             whole = pause(self.lines, event_s, entry["planned"], from_line=kind != "death")
@@ -340,7 +340,7 @@ class Changed:
 
 
 def change_pool(job: ElasticJob, between: int = 4, *, to_the_end: bool = True) -> Changed:
-    """Join, death and leave in one job, with so many iterations between them.
+    """Run a join, a death and a leave in one job, with so many iterations between them.
 
     Args:
         job: Of three nodes.
@@ -366,7 +366,7 @@ def change_pool(job: ElasticJob, between: int = 4, *, to_the_end: bool = True) -
 
 
 def phases(event_s: float, entry: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a change by phase, of the slowest process."""
+    """Returns the seconds of a change by phase, of the slowest process."""
     times = [opened["times"] for opened in entry["opened"].values()]
     built, loaded, first = (max(t[name] for t in times) for name in ("built", "loaded", "first_step"))
     return {
@@ -381,7 +381,7 @@ def phases(event_s: float, entry: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def ranks(folder: Path, plan: Plan, words: list[str]) -> Iterator[Callable[[], Lines]]:
-    """Plain ranks of a plan, killed at the end; gives what they have logged."""
+    """Run plain ranks of a plan, which are killed at the end; yields a function that returns their log."""
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
     port = str(free_port())
@@ -404,7 +404,7 @@ def ranks(folder: Path, plan: Plan, words: list[str]) -> Iterator[Callable[[], L
 
 
 def restart_round(folder: Path, iterations: int) -> dict[str, float]:
-    """Kill everything and start again from the newest checkpoint, which is of every other iteration."""
+    """Kill all processes and start again from the newest checkpoint; checkpoints are written every other iteration."""
     folder.mkdir(parents=True)
     saving = ["--save", str(folder / "saved"), "--save-interval", "2"]
     with ranks(folder / "before", plan_of(2), [*flags(iterations, folder / "report"), *saving]) as lines:
@@ -419,7 +419,7 @@ def restart_round(folder: Path, iterations: int) -> dict[str, float]:
 
 
 def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """Returns what copies take, and the losses of a run without them.
+    """Returns the overhead of copies, and the losses of a run without copies.
 
     In one job every other iteration begins with a copy, so that both kinds meet the same machine.
     """
@@ -442,7 +442,7 @@ def copy_overhead(folder: Path, iterations: int) -> tuple[dict[str, float], dict
 
 
 def sized(hidden: int) -> Callable[[int], Plan]:
-    """Plans as :func:`plan_of` makes them, of another hidden size, and of iterations that are short beside a change."""
+    """Returns plans like those of :func:`plan_of`, with another hidden size and shorter iterations than a change."""
 
     def make(replicas: int) -> Plan:
         plan = plan_of(replicas, batch=3)
@@ -453,7 +453,7 @@ def sized(hidden: int) -> Callable[[int], Plan]:
 
 
 def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Pauses at some hidden sizes, beside what the model says."""
+    """Measure the pauses at some hidden sizes, beside the model's predictions."""
     found: list[dict[str, Any]] = []
     data = small_data(folder / "data")
     for hidden in sizes:
@@ -470,7 +470,7 @@ def pauses_by_size(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def compare(sizes: Sequence[dict[str, Any]]) -> None:
-    """Add to each size what the model says of its pauses, and to the last one how they are predicted."""
+    """Add the model's predictions to each size, and to the last size the predictions from the smaller ones."""
     first = sizes[0]
     for row in sizes:
         host, link = row["rates"]["host_bytes_per_s"], row["rates"]["link_bytes_per_s"]
@@ -488,7 +488,7 @@ def compare(sizes: Sequence[dict[str, Any]]) -> None:
 
 
 def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
-    """Add to the last size what the smaller ones predict for its pauses, and how wrong that is as a share of each."""
+    """Add to the last size the pauses that the smaller sizes predict, and the relative errors."""
     lines, more = pauses_by_state(smaller), last["state_bytes"] / smaller[-1]["state_bytes"] - 1.0
     ways = {
         "line": {kind: fixed_s + byte_s * last["state_bytes"] for kind, (fixed_s, byte_s) in lines.items()},
@@ -505,7 +505,7 @@ def predict(smaller: Sequence[dict[str, Any]], last: dict[str, Any]) -> None:
 
 
 def with_and_without_restart(folder: Path, rounds: int, iterations: int) -> dict[str, Any]:
-    """See the module's text."""
+    """Measure all figures of the module's docstring, except those of ``--sizes``."""
     changes, restarts, lost, losses = [], [], [], []
     for turn in range(rounds):
         place = folder / f"elastic-{turn}"

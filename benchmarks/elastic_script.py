@@ -14,7 +14,7 @@ from typing import Any
 
 
 def work() -> None:
-    """The entry of a process: its settings are in the file that HET_JOB names, by rank."""
+    """Entry point of a process, whose settings are in the file named by HET_JOB, by rank."""
     from megatron_het import gpt_training
     from megatron_het.elastic.worker import Setting, Worker
 
@@ -34,7 +34,7 @@ def work() -> None:
 
 
 def _wait_for(file: Path | None) -> None:
-    """A node that comes later waits until a file is there."""
+    """Wait until a file exists, as a node that joins later."""
     deadline_s = time.monotonic() + 200.0
     while file is not None and not file.exists() and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -44,7 +44,7 @@ _WAIT_S = 60.0
 
 
 def run() -> None:
-    """The entry of every process: go through the steps of the script that HET_SCRIPT names."""
+    """Entry point of every process: carry out the steps of the script named by HET_SCRIPT."""
     from megatron_het import gpt_training
     from megatron_het.elastic.copies import Copies
     from megatron_het.elastic.job import Generation
@@ -88,13 +88,13 @@ def run() -> None:
     store.count("ended")
     deadline_s = time.monotonic() + _WAIT_S
     while process == 0 and store.count("ended", 0) < size and time.monotonic() < deadline_s:
-        time.sleep(0.05)  # the store is here
+        time.sleep(0.05)  # this process serves the store
     sys.stdout.flush()
     os._exit(0)  # as a worker does: threads may wait in the store
 
 
 def _models_left() -> int:
-    """Models that a closed session has not let go: they hold memory and connections."""
+    """Counts the models that a closed session has not released, which hold memory and connections."""
     import gc
 
     from megatron.core.distributed import DistributedDataParallel

@@ -1,7 +1,7 @@
-"""Accidents inside of a worker, and what it notes down of its training: wraps what the worker calls.
+"""Injects faults into a worker and records its training, by wrapping the functions that the worker calls.
 
 A fault is a JSON object: ``name``; ``act``, what happens; ``node`` and ``slot``, the worker to which it happens;
-``point``, where; ``iteration`` (from 1); ``share``, how far into the iteration's operations or into the save; ``after``
+``point``, where; ``iteration`` (from 1); ``share``, the position in the iteration's operations or the save; ``after``
 (optional), a generation before which it does not happen.  It happens once.
 """
 
@@ -25,14 +25,14 @@ from testing.probe import around
 
 _HANGS_S, _SHORT_S, _WARM = 15.0, 2.0, 2
 OUTSIDE = ("full folder", "read-only folder", "second controller", "junk")
-"""What the benchmark does, and no worker, once a worker has come to the place."""
+"""Acts that the benchmark carries out, not the worker, once the worker has reached the point."""
 _SAVE_S, _STALL_S = 0.4, 900.0
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 6
 Fault = dict[str, Any]
 
 
 class Worker:
-    """Holds what this worker does and what is to happen to it."""
+    """The records of this worker, and the faults to inject into it."""
 
     def __init__(self, folder: Path) -> None:
         from megatron_het.elastic.worker import ENVIRONMENT
@@ -53,7 +53,7 @@ class Worker:
         self.operation = 0
 
     def at(self, point: str, iteration: int | None = None, share: tuple[int, int] | None = None) -> None:
-        """Have happen what is to happen here."""
+        """Inject the fault of this point, if there is one."""
         for fault in self._faults:
             if fault["point"] != point or fault.get("after", 0) > self.generation:
                 continue
@@ -105,13 +105,13 @@ class Worker:
         threading.Timer(_HANGS_S, os.kill, (hung, signal.SIGCONT)).start()
 
     def note(self, document: dict[str, Any]) -> None:
-        """Write one line."""
+        """Write one line of the record."""
         with self._records.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"generation": self.generation, "iteration": self.iteration, **document}) + "\n")
 
 
 def _end_node(*, with_workers: bool) -> None:
-    """Kill the agent of this worker; the kernel ends workers whose agent has died."""
+    """Kill this worker's agent; the kernel kills workers whose agent has died."""
     agent = os.getppid()
     if with_workers:
         others = Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()
@@ -123,7 +123,7 @@ def _end_node(*, with_workers: bool) -> None:
 
 
 def _stop_node() -> None:
-    """Stop every process of this node, the agent first: nothing is closed, and nobody answers."""
+    """Stop every process of this node, the agent first: connections stay open, and nothing answers."""
     agent = os.getppid()
     others = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split())
     for process in (agent, *(other for other in others if other != os.getpid()), os.getpid()):
@@ -156,16 +156,16 @@ def lose_packets(share: float) -> None:
 
 
 def _be_short_of_memory() -> None:
-    """Have no more memory than now for a while, as where a neighbour takes it."""
+    """Limit this process to its present memory for a while, as if another process took the rest."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     end = threading.Timer(_SHORT_S, resource.setrlimit, (resource.RLIMIT_AS, before))
-    end.start()  # first: afterwards there may be no memory for a thread, and the shortage would last for ever
+    end.start()  # started first: later there may be no memory for a thread, and the shortage would never end
     resource.setrlimit(resource.RLIMIT_AS, (used, before[1]))
 
 
 def have_jumping_clock(folder: Path) -> None:
-    """Add to this process's wall clock what a file of the trial says, once it is there."""
+    """Add the offset in a file of the trial to this process's wall clock, once the file exists."""
     real, file = time.time, folder / "clock"
 
     def jumping() -> float:
@@ -190,7 +190,7 @@ def _truncate_newest(saved: Path) -> None:
 
 
 def install(folder: Path) -> None:
-    """Wrap what a worker calls, before it begins.
+    """Wrap the functions that a worker calls, before it begins.
 
     Args:
         folder: Of the trial; has ``faults.json`` and a folder ``records``.
@@ -203,7 +203,7 @@ def install(folder: Path) -> None:
 
 
 def _wrap_training(worker: Worker) -> None:
-    """Note samples and loss of every iteration, and count iterations."""
+    """Record samples and loss of every iteration, and count iterations."""
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     from megatron_het.runtime.session import HetSession
@@ -246,7 +246,7 @@ def _loss(reports: Any) -> float | None:
 
 
 def _wrap_operations(worker: Worker) -> None:
-    """Faults at an operation of the schedule, and in the middle of an update."""
+    """Inject faults at an operation of the schedule, and in the middle of an update."""
     import torch
 
     from megatron_het.runtime.executor import Executor
@@ -275,7 +275,7 @@ def _wrap_operations(worker: Worker) -> None:
 
 
 def _wrap_changes(worker: Worker) -> None:
-    """Faults before a session, while state moves, when a session has ended, and in the middle of a save."""
+    """Inject faults before a session, while state moves, after a session, and in the middle of a save."""
     from megatron.training import checkpointing
 
     from megatron_het.elastic import copies, state

@@ -1,7 +1,7 @@
 """Processes of an elastic job, forked from a process that has imported Megatron: controller, agents and workers.
 
-Everything that they run is ``het-run``'s own; only the start of a new interpreter and its imports are left out.  The
-process that forks them adopts whatever outlives its parent, so that nothing can be left behind unseen.
+They run the code of ``het-run``; only the start of a new interpreter and its imports are left out.  The
+process that forks them adopts every process that outlives its parent, so that leftovers are detected.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _POLL_S = 0.02
 
 
 class Forked:
-    """A forked process, with what ``subprocess.Popen`` offers and an agent uses.
+    """A forked process, with the part of ``subprocess.Popen``'s interface that an agent uses.
 
     Args:
         run: What it does; its result is the exit code.
@@ -44,7 +44,7 @@ class Forked:
             os._exit(_be(run, log, environment, own_session))
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Returns the exit code; None while the process runs."""
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
                 found, status = os.waitpid(self.pid, os.WNOHANG)
@@ -53,7 +53,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code, in bounded time.
+        """Wait in bounded time; returns the exit code.
 
         Raises:
             TimeoutExpired: It still runs.
@@ -67,13 +67,13 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL, if it has not ended."""
+        """Send SIGKILL, if the process has not ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def _be(run: Callable[[], int], log: Path | int, environment: Mapping[str, str], own_session: bool) -> int:
-    """In the new process."""
+    """Run the function in the new process."""
     try:
         if own_session:
             os.setsid()
@@ -100,7 +100,7 @@ def _be(run: Callable[[], int], log: Path | int, environment: Mapping[str, str],
 
 
 def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:
-    """``het-run`` in this process, with workers that are forked from it.
+    """Run ``het-run`` in this process, with workers that are forked from it.
 
     Args:
         words: The command line.
@@ -119,7 +119,7 @@ def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:
 
 
 def _work(command: Sequence[str], prepare: Any, setup: Callable[[], None]) -> int:
-    """Be the worker that an agent starts with a command."""
+    """Run the worker that an agent would start with a command."""
     from megatron_het.elastic import worker
 
     if prepare is not None:
@@ -135,7 +135,7 @@ def _work(command: Sequence[str], prepare: Any, setup: Callable[[], None]) -> in
 
 
 def let_go_of_connections() -> None:
-    """Close what a new process would not have got from its agent; the numbers stay in use, as objects here own them."""
+    """Close inherited connections that a new process would not have; their descriptors stay reserved."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def let_go_of_connections() -> None:
 
 
 def adopt_orphans() -> None:
-    """Have processes whose parent ends become children of this one.
+    """Make this process the parent of descendants whose parent ends (subreaper).
 
     Raises:
         OSError: The system cannot do it.
@@ -155,7 +155,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(of: int, but: Sequence[int] = ()) -> list[int]:
-    """Processes that a process and its children have started and that have not ended.
+    """Returns the running descendants of a process.
 
     Args:
         of: The process.
@@ -175,7 +175,7 @@ def _children(process: int) -> list[int]:
 
 
 def end(processes: Sequence[int]) -> None:
-    """SIGKILL processes, and take the exit codes of those that are or become children of this one."""
+    """Send SIGKILL to processes, and reap those that are or become children of this one."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -186,14 +186,14 @@ def end(processes: Sequence[int]) -> None:
             try:
                 if os.waitpid(process, os.WNOHANG)[0]:
                     left.discard(process)
-            except ChildProcessError:  # of another one that reaps it
+            except ChildProcessError:  # of another process that reaps it
                 if not Path(f"/proc/{process}").exists():
                     left.discard(process)
         time.sleep(_POLL_S)
 
 
 def reap(known: Sequence[Forked]) -> None:
-    """Take the exit codes of adopted children that have ended; those of known ones are left for their owners."""
+    """Reap adopted children that have ended; known children are left to their owners."""
     own = {process.pid for process in known if process.returncode is None}
     for child in _children(os.getpid()):
         if child not in own:

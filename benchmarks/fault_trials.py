@@ -1,4 +1,4 @@
-"""One trial: a job of ``het-run`` with a random pool, random faults, and what became of it."""
+"""One trial: a job of ``het-run`` with a random pool and random faults, and its outcome."""
 
 import contextlib
 import functools
@@ -55,17 +55,17 @@ class Pool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes."""
+        """The names of the nodes."""
         return tuple("abcdefgh"[: len(self.nodes)])
 
     def flags(self) -> tuple[str, ...]:
-        """Of the training, but for data and checkpoints."""
-        # Updates that are never taken back need the last flag, and others do not mind.
+        """Returns the training's flags, without data and checkpoints."""
+        # Updates that cannot be undone need the last flag; other updates are not affected.
         return (*common_flags(self.weights, self.clip, steps=STEPS), *self.own, "--rerun-mode", "disabled")
 
 
 def draw(rng: random.Random, schedule: str) -> Pool:
-    """A pool whose first plan has a schedule.
+    """Draw a pool whose first plan has the given schedule.
 
     Raises:
         RuntimeError: No drawn plan was valid; never seen.
@@ -94,7 +94,7 @@ def draw(rng: random.Random, schedule: str) -> Pool:
 
 
 def _draw_case(rng: random.Random, schedule: str, least: int, largest: int, shared: Row) -> Case | None:
-    """A valid case of so many ranks, or None."""
+    """Draw a case of so many ranks; None if it is invalid."""
     row: Row = {name: values[0] for name, values in PARAMETERS.items()} | {"schedule": schedule}
     for name in rng.sample([name for name in _VALUES if name != "schedule"], _OPTIONS):
         value = rng.choice(_VALUES[name])
@@ -115,14 +115,14 @@ def _draw_case(rng: random.Random, schedule: str, least: int, largest: int, shar
 
 
 def _smallest(shared: Row) -> list[Plan]:
-    """Plans for two ranks and for one."""
+    """Returns plans for two ranks and for one."""
     common: dict[str, Any] = {name: shared[name] for name in ("tied", "distributed_optimizer")}
     two = build_plan([[1], [1]], [LAYERS // 2, LAYERS // 2], random.Random(0), **common)
     return [two, build_plan([[1]], [LAYERS], random.Random(0), **common)]
 
 
 def _nodes(plan: Plan, rng: random.Random) -> tuple[int, ...] | None:
-    """A division of the plan's ranks over at least two nodes, in which its TP groups fit."""
+    """Draw a division of the plan's ranks over at least two nodes that keeps TP groups inside of nodes."""
     for _ in range(20):
         left, found = plan.world_size, list[int]()
         while left:
@@ -135,13 +135,13 @@ def _nodes(plan: Plan, rng: random.Random) -> tuple[int, ...] | None:
 
 
 def _options(case: Case) -> Row:
-    """Returns what is not the default in a case, as JSON values."""
+    """Returns the options of a case that differ from the defaults, as JSON values."""
     row = case.chosen["row"]
     return {name: row[name] for name, values in PARAMETERS.items() if name == "schedule" or row[name] != values[0]}
 
 
 def problems(pool: Pool, files: Sequence[str]) -> list[str]:
-    """Returns what the start of the training would refuse under any of the plans; for a process of its own."""
+    """Returns the problems for which the start would refuse any of the plans; runs in a process of its own."""
     import os
 
     from megatron_het import device as platform
@@ -165,7 +165,7 @@ BAR = 1e-5
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds what is to happen."""
+    """The pool, the faults and the expected end of a trial."""
 
     kind: str  # key of ``faults.KINDS``
     pool: Pool  # nodes and plans
@@ -173,7 +173,7 @@ class Trial:
     options: tuple[str, ...] = ()  # more words for every node's ``het-run``
     saves_every: int = 0  # iterations between checkpoints, 0 for none
     unchanged: bool = False  # whether the first generation must do all iterations
-    hopeless: bool = False  # whether there is no plan for what is left
+    hopeless: bool = False  # whether there is no plan for the remaining nodes
     disk_bytes: int = 0  # size of the disk for checkpoints, 0 for any
     # whether a node whose agent has died is started again, and one that has vanished is there again
     node_returns: bool = False
@@ -185,18 +185,18 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """Holds what became of a trial."""
+    """The outcome of a trial."""
 
     ended: bool = False  # whether the job ended within its bound
     code: int | None = None  # exit code of the controller
     left: int = 0  # processes that the job left behind
-    history: list[str] = field(default_factory=list)  # why each generation came
+    history: list[str] = field(default_factory=list)  # the reason of each generation
     # by iteration and by generation that did it, as its ranks know them
     losses: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     # by iteration and stage, as read in the last generation that did it
     samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     error: list[str] = field(default_factory=list)  # the controller's and the nodes' errors
-    happened: list[str] = field(default_factory=list)  # faults that did happen
+    happened: list[str] = field(default_factory=list)  # faults that were injected
 
 
 class Processes:
@@ -249,7 +249,7 @@ class Processes:
         return self._fork(name, lambda: het_run(words, setup))
 
     def look_after(self) -> bool:
-        """One round; whether the job is over."""
+        """Do one round of monitoring; returns whether the job is over."""
         reap(self._known)
         self._end_moments()
         self._note_vanished()
@@ -275,7 +275,7 @@ class Processes:
         )
 
     def _act_outside(self) -> None:
-        """Begin, and after a while end, what happens outside of the processes."""
+        """Begin, and later end, the faults outside of the processes."""
         state, stale = self._folder / "job" / "state.json", self._folder / "stale.json"
         if self._trial.state == "stale" and not stale.exists():
             with contextlib.suppress(OSError):
@@ -289,7 +289,7 @@ class Processes:
                 self._outside(fault["act"], begins)
 
     def _happened(self, *acts: str) -> Iterator[tuple[Fault, float]]:
-        """Faults that have happened and are not over, and for how many seconds."""
+        """Returns the faults that have happened and are not over, and their age in seconds."""
         for fault in self._trial.faults:
             mark = self._folder / f"happened-{fault['name']}"
             if fault["act"] in acts and fault["name"] not in self._continued and mark.exists():
@@ -338,7 +338,7 @@ class Processes:
                 _go_on(int(text))
 
     def reap(self) -> None:
-        """Take the exit codes of what has ended."""
+        """Reap processes that have ended."""
         for process in self._known:
             process.poll()
         reap(self._known)
@@ -351,7 +351,7 @@ def _go_on(*processes: int) -> None:
 
 
 def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float) -> Outcome:
-    """Carry out a trial; nothing of it is left afterwards."""
+    """Run a trial, and remove all its processes and mounts."""
     (folder / "records").mkdir(parents=True)
     for number, plan in enumerate(trial.pool.plans):
         save_plan(plan, folder / f"plan-{number}.json")
@@ -374,7 +374,7 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
         time.sleep(0.2)
         processes.reap()
         left = descendants(os.getpid(), before)
-        outcome.left = len(left) if outcome.ended else 0  # where it hangs, processes are no surprise
+        outcome.left = len(left) if outcome.ended else 0  # a job that hangs has processes left
         end(left)
         outcome.code = processes.controller.returncode
         _read(folder, outcome)
@@ -383,7 +383,7 @@ def run(trial: Trial, folder: Path, start_flags: tuple[str, ...], limit_s: float
 
 @contextlib.contextmanager
 def _disk(folder: Path, size_bytes: int) -> Any:
-    """A small disk on a folder."""
+    """Mount a small disk on a folder."""
     folder.mkdir()
     if size_bytes:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True)
@@ -401,14 +401,14 @@ def make_read_only(folder: Path) -> None:
 
 
 def _unmount(folder: Path, most: int = 2) -> None:
-    """Take away what is mounted on a folder, also where files of it are open still."""
+    """Unmount a folder, even if files of it are still open."""
     for _ in range(most):
         if os.path.ismount(folder):
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def can_mount(folder: Path) -> bool:
-    """Whether this process may make small disks."""
+    """Whether this process may mount small disks."""
     try:
         with tempfile.TemporaryDirectory(dir=folder) as own, _disk(Path(own) / "disk", 1 << 20):
             return True
@@ -444,13 +444,13 @@ def _read(folder: Path, outcome: Outcome) -> None:
 
 
 def _once(samples: list[int], times: int) -> list[int]:
-    """What was read by several readers of one rank, as read by one; what they do not agree about stays as it is."""
+    """Merges equal records of several readers of one rank; records that differ are kept."""
     once = sorted(samples)[::times]
     return once if sorted(once * times) == sorted(samples) else samples
 
 
 def wrong_samples(outcome: Outcome) -> int:
-    """Samples that were skipped or used twice, over the iterations that count."""
+    """Counts samples that were skipped or used twice, over the iterations that count."""
     found = 0
     for iteration in range(1, STEPS + 1):
         expected = set(range((iteration - 1) * MICROBATCHES, iteration * MICROBATCHES))
@@ -461,7 +461,7 @@ def wrong_samples(outcome: Outcome) -> int:
 
 
 def loss_difference(outcome: Outcome, reference: Mapping[int, float]) -> float:
-    """Largest relative one of any iteration, also of one that was done again; infinite where one is missing."""
+    """Returns the largest relative difference, repeated iterations included; infinite if a loss is missing."""
     if sorted(outcome.losses) != list(range(1, STEPS + 1)):
         return float("inf")
     return max(

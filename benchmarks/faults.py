@@ -1,7 +1,7 @@
 """Random faults in real training: ``python -m benchmarks.faults --seed S [S ...] --trials N --json OUT``.
 
 Every trial is a job of ``het-run`` on this machine: a controller, agents, and workers that train over gloo.  Its pool
-and plans are random (any schedule, mixed stages and options, a list of smaller plans for what is left), and so are the
+and plans are random (any schedule, mixed stages and options, a list of smaller plans for fewer nodes), and so are the
 operation, the iteration and the process at which the fault happens.  Kinds: see ``KINDS``.  Processes are
 forked from one that has imported Megatron; nothing else is replaced.  Small disks need the right to mount.
 
@@ -9,7 +9,7 @@ Keys: ``survived``: trials whose job ended well, after all iterations, or, where
 error; ``hung``: jobs that were not over within ``--limit-s``; ``left_processes`` after jobs that were over;
 ``samples_skipped_or_repeated``: in the iterations that count, on the first and the last stage;
 ``max_loss_difference``: largest relative one to stock Megatron in one undisturbed process, over all iterations of all
-generations, at most 1e-5; ``ended_without_reason``: jobs that ended badly and said no reason, or several; ``failed``:
+generations, at most 1e-5; ``ended_without_reason``: jobs that failed with no reason, or with several; ``failed``:
 trials that did not survive, with the reason.
 """
 
@@ -55,7 +55,7 @@ from testing.cases import Weights, common_flags
 from testing.lab import Lab
 from testing.runner import Job, Runner
 
-# The kinds of trials: what happens to a job, where, and what is to come of it; all drawn at random.
+# The kinds of trials: the fault, its place, and the expected end of the job; all drawn at random.
 
 
 def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", **more: Any) -> Fault:
@@ -73,7 +73,7 @@ def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", *
 
 
 def _one(act: str, point: str = "operation", **more: Any) -> Callable[[random.Random, Pool], Trial]:
-    """Trials with one fault; ``more`` are fields of a trial."""
+    """Returns a function that makes trials with one fault; ``more`` are fields of a trial."""
     return lambda rng, pool: Trial("", pool, (_fault(rng, pool, act, point),), **more)
 
 
@@ -144,7 +144,7 @@ def _clock(rng: random.Random, pool: Pool) -> Trial:
 
 
 def _stale(rng: random.Random, pool: Pool) -> Trial:
-    """The controller dies after a change, and its file is the one of before the change."""
+    """The controller dies after a change, and its state file is the one from before the change."""
     first = _fault(rng, pool, "kill", iteration=rng.randrange(2, 5))
     others = [name for name in pool.names if name != first["node"]]
     second = _fault(rng, pool, "controller", node=rng.choice(others), slot=0, after=1, iteration=rng.randrange(8, 11))
@@ -157,13 +157,13 @@ def _lossy(rng: random.Random, pool: Pool) -> Trial:
 
 
 def _inside(rng: random.Random, pool: Pool) -> Trial:
-    """A death in the first operation of a kind, on whoever comes to it first."""
+    """The worker that first reaches an operation of a kind dies in it."""
     kinds = sorted({op.kind.name for ops in build(pool.plans[0])[False].ops for op in ops})
     return Trial("", pool, (_fault(rng, pool, "kill", f"in {rng.choice(kinds)}", anybody=True),))
 
 
 def _again(rng: random.Random, pool: Pool) -> Trial:
-    """A node dies, another one while the change goes on, and both come back during that."""
+    """A node dies, another one during the change, and both return before the change ends."""
     first = _fault(rng, pool, "agent", iteration=rng.randrange(2, 6))
     others = [name for name in pool.names if name != first["node"]]
     second = _fault(rng, pool, "agent", rng.choice(("opening", "agreeing")), node=rng.choice(others), slot=0, after=1)
@@ -207,7 +207,7 @@ _MAKERS: dict[str, Callable[[random.Random, Pool], Trial]] = {
 
 
 def make(kind: str, rng: random.Random, pool: Pool) -> Trial:
-    """A trial of a kind: who has what when, and what is to come of it."""
+    """Draw a trial of a kind: its faults, their processes and times, and the expected end."""
     return replace(_MAKERS[kind](rng, pool), kind=kind)
 
 
@@ -217,22 +217,22 @@ _DRAWS, _CHECK_S = 20, 120.0
 
 
 class FaultLab:
-    """Weights to begin with, and the losses of undisturbed runs of stock Megatron."""
+    """The initial weights, and the losses of undisturbed runs of stock Megatron."""
 
     def __init__(self, runner: Runner, folder: Path) -> None:
         self._runner, self._lab, self._folder = runner, Lab(runner, folder), folder
         self._references: dict[tuple[Weights, float], dict[int, float]] = {}
 
     def start_flags(self, pool: Pool) -> tuple[str, ...]:
-        """Of every rank of a pool."""
+        """Returns the flags of every rank of a pool."""
         return self._lab.start_flags(pool.weights)
 
     def checkpoint_bytes(self, pool: Pool) -> int:
-        """Size of a checkpoint of the pool's model."""
+        """Returns the size of a checkpoint of the pool's model."""
         return sum(file.stat().st_size for file in self._lab.checkpoint(pool.weights).rglob("*") if file.is_file())
 
     def reference(self, pool: Pool) -> dict[int, float]:
-        """Losses by iteration, in one process."""
+        """Returns the losses by iteration, in one process."""
         key = pool.weights, pool.clip
         if key not in self._references:
             folder = self._folder / f"reference-{len(self._references)}"
@@ -244,7 +244,7 @@ class FaultLab:
 
 
 def drawn(seed: int, number: int, kind: str, folder: Path) -> Trial:
-    """A trial whose plans all checks of the start let pass."""
+    """Draw a trial whose plans pass all checks at the start."""
     for attempt in range(_DRAWS):
         rng = random.Random(f"{seed} {number} {attempt}")
         pool = draw(rng, SCHEDULES[(number + seed) % len(SCHEDULES)])
@@ -264,7 +264,7 @@ def drawn(seed: int, number: int, kind: str, folder: Path) -> Trial:
 
 
 def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> str:
-    """Why a trial did not survive; empty if it did."""
+    """Returns why a trial did not survive; empty if it did."""
     if not outcome.ended:
         return "hung"
     if trial.hopeless:
@@ -284,13 +284,13 @@ def verdict(trial: Trial, outcome: Outcome, difference: float, samples: int) -> 
 
 
 def reasons(outcome: Outcome) -> set[str]:
-    """Why the job ended, as its controller and its nodes say."""
+    """Returns the reasons for the job's end in the logs of its controller and its nodes."""
     said = (line.rpartition("the job ended: ")[2] for line in outcome.error if "Traceback" not in line)
     return {text.removeprefix("controller: ").removeprefix("het-run: ") for text in said}
 
 
 def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict[str, Any]:
-    """A trial's entry in the record, but for its seed and number."""
+    """Run a trial; returns its entry in the record, without seed and number."""
     if trial.disk_bytes:  # room for one checkpoint, and not for a second one
         trial = replace(trial, disk_bytes=int(1.6 * lab.checkpoint_bytes(trial.pool)))
     reference, flags = lab.reference(trial.pool), lab.start_flags(trial.pool)
@@ -320,7 +320,7 @@ def carry_out(lab: FaultLab, trial: Trial, folder: Path, limit_s: float) -> dict
 
 
 def _processor_s() -> float:
-    """Returns what all processes that have ended took of the processor; those of a job are taken over when it ends."""
+    """Returns the CPU seconds of all ended processes; those of a job are adopted when it ends."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -364,7 +364,7 @@ def _options() -> argparse.Namespace:
 
 
 def prepare(folder: Path) -> None:
-    """What every process of the benchmark is forked from."""
+    """Import everything in the process from which all others are forked."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -381,7 +381,7 @@ def _write(file: Path, entries: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Command line; 1 where a trial did not survive."""
+    """Command line; exit code 1 if a trial did not survive."""
     options, began_s = _options(), time.monotonic()
     entries: list[dict[str, Any]] = []
     if options.add is not None:

@@ -1,10 +1,10 @@
 """A long elastic job whose pool changes at random: ``python -m benchmarks.long_run --changes N --json OUT``.
 
-A tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come back.  ``grew`` says
-by which share memory, descriptors and threads of the controller, of an agent and of a worker that live from the start,
-and the bytes of the job's folder, are larger in the last quarter than in the second one (at most 0.02).  Logs are cut
-shorter than by default, so that they are full within the run.  What was measured is written after every change: a run
-that is ended says how far it came.  ``loss_difference`` is the largest relative one to an undisturbed run of one rank
+A tiny job does ``--iterations`` with so many random changes, deaths and leaves of nodes that come back.  ``grew`` has
+the relative growth from the second to the last quarter (at most 0.02): of memory, descriptors and threads of the
+controller, an agent and a worker that run from the start, and of the bytes in the job's folder.  Logs are cut
+shorter than by default, so that they are full within the run.  Measurements are written after every change, so that
+an interrupted run leaves them.  ``loss_difference`` is the largest relative one to an undisturbed run of one rank
 beside it, over the ``losses_compared`` iterations that both have done.
 """
 
@@ -44,20 +44,20 @@ def used(processes: Mapping[str, int], folder: Path) -> dict[str, float]:
 
 
 def tiny(replicas: int) -> Plan:
-    """A plan of a long run: of a model as small as can be divided over two stages."""
+    """Returns a plan of a model that is as small as two stages allow."""
     plan = plan_of(replicas, (1, 1), _BATCH)
     return replace(plan, model=replace(plan.model, hidden_size=64, ffn_hidden_size=96, seq_length=SHORT))
 
 
 def alone(_replicas: int) -> Plan:
-    """The training of :func:`tiny` on one rank, its batch at once."""
+    """Returns the job that trains the model of :func:`tiny` on one rank, with the whole batch at once."""
     tiny_plan = tiny(1)
     training = replace(tiny_plan.training, micro_batch_size=_BATCH)
     return replace(tiny_plan, training=training, stages=(Stage((2,), (Replica((0,), (0,)),)),))
 
 
 def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By which share each figure is larger in the last quarter of the samples of the whole pool than in the second one.
+    """Returns each figure's relative growth from the second to the last quarter of the samples with all nodes.
 
     With a node away there are fewer connections and threads.
     """
@@ -72,7 +72,7 @@ def grown(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Losses:
-    """Losses that the reports below a folder have had so far; a report keeps its newest ones only."""
+    """The losses seen so far in the reports below a folder; a report keeps only its newest losses."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class Losses:
         self._losses: dict[Path, dict[int, float]] = {}
 
     def read(self) -> dict[int, list[float]]:
-        """All of them by iteration, with those of reports that were written since the last call."""
+        """Read reports written since the last call; returns all losses so far by iteration."""
         for file in self._folder.rglob("rank-*.json"):
             with contextlib.suppress(OSError, json.JSONDecodeError):  # it is being written
                 if self._times.get(file) != (written := file.stat().st_mtime_ns):
@@ -95,7 +95,7 @@ class Losses:
 
 
 def compared(losses: Losses, undisturbed: Losses) -> dict[str, Any]:
-    """How losses differ from those of the undisturbed run, over the iterations that both have done."""
+    """Compare losses with the undisturbed run, over the iterations that both have done."""
     found, expected = losses.read(), undisturbed.read()
     both = found.keys() & expected.keys()
     differences = (abs(v - expected[i][0]) / abs(expected[i][0]) for i in both for v in found[i])

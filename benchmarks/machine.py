@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: the command line, a folder for the runs, the report and where it was measured."""
+"""Parts that all benchmarks share: command line, folder for the runs, report, and description of the machine."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ _STARTED_S = time.monotonic()
 
 
 def machine() -> dict[str, object]:
-    """Date, processor, cores that this process may use, and versions of Python and libraries."""
+    """Returns date, processor, cores of this process, and versions of Python and libraries."""
     model = "unknown processor"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -35,7 +35,7 @@ def machine() -> dict[str, object]:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed, which benchmarks of the planner do not need."""
+    """Returns a package's version; None if it is not installed (benchmarks of the planner do not need all)."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -61,7 +61,7 @@ def add_begin_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
-    """A folder for what the runs write, which is gone afterwards."""
+    """Create a temporary folder for the files of the runs."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
@@ -71,7 +71,7 @@ def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
 
 
 def alternate(sides: Iterable[str], rounds: int, run: Callable[[str, int], float]) -> dict[str, list[float]]:
-    """Seconds of all sides, by round; each begins with another one, so that slow phases of the machine hit all."""
+    """Measures all sides in rounds; each round begins with another side, so that slow phases of the machine hit all."""
     found: dict[str, list[float]] = {side: [] for side in sides}
     for index in range(rounds):
         first = index % len(found)
@@ -82,13 +82,13 @@ def alternate(sides: Iterable[str], rounds: int, run: Callable[[str, int], float
 
 
 def save(path: Path, report: Any) -> None:
-    """Write figures, in a folder that is made where it is missing."""
+    """Write figures to a file, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def write_between_marks(file: Path, module: str, text: str) -> None:
-    """Replace what stands in a Markdown file between the marks of a benchmark.
+    """Replace the text between a benchmark's marks in a Markdown file.
 
     Raises:
         SystemExit: The file has no such marks.
@@ -102,7 +102,7 @@ def write_between_marks(file: Path, module: str, text: str) -> None:
 
 
 def write_report(path: Path | None, report: dict[str, Any], unprinted: Collection[str] = ("cases",)) -> None:
-    """Write what was measured, with where and how long since this module was imported, and print it.
+    """Write and print the figures, with the machine and the seconds since this module was imported.
 
     Args:
         path: The JSON file; None to print only.

@@ -1,10 +1,10 @@
 """Families of models under every schedule and feature: ``python -m benchmarks.models --json OUT``.
 
 The families are those of ``examples/models`` at their small size, the features those of ``benchmarks.combinations``.  A
-feature is refused for a family where the checks of the start refuse the smallest plan that has it.  All others are
+feature is refused for a family if the checks at the start refuse the smallest plan with it.  All others are
 trained, several in one plan, against stock Megatron in one process (``benchmarks.parity``).  ``--only`` trains some
-families or none, ``--plans`` only the first plans of each, ``--add`` puts the results of such runs together, and
-``--markdown FILE`` writes the table between the marks in that file.  What was not trained is said to be so.
+families or none, ``--plans`` only the first plans of each, ``--add`` merges the results of such runs, and
+``--markdown FILE`` writes the table between the marks in that file.  Cells that were not trained are marked.
 
 Keys: ``cells``, by family and feature: ``trained``, ``refused``, ``not compared`` (no one process does the same) or
 ``failed``; ``refused``, with the reason of each; ``plans``; ``failed``, names of plans that ended with an error or are
@@ -43,7 +43,7 @@ _MOST = 5  # features of a plan beside its schedule
 
 
 def case_for(family: str, row: Row, name: str, seed: int) -> Case:
-    """The plan of a row for a family.
+    """Returns the plan of a row for a family.
 
     Raises:
         PlanError: The row contradicts itself, or the plan's checks refuse it.
@@ -51,7 +51,7 @@ def case_for(family: str, row: Row, name: str, seed: int) -> Case:
     case = case_of(row, name, seed)
     plan = replace(case.plan, model=with_shape(family, case.plan.model))
     if has_experts(family) and any(r.tp > 1 for stage in plan.stages for r in stage.replicas):
-        # Megatron asks for this where tokens are sent to experts.
+        # Megatron requires this flag if tokens are sent to experts.
         plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
     check_plan(plan)
     check_plan_alone(plan)
@@ -60,16 +60,16 @@ def case_for(family: str, row: Row, name: str, seed: int) -> Case:
 
 
 def compares(family: str, feature: Feature) -> bool:
-    """Whether stock Megatron in one process does the same.
+    """Whether stock Megatron in one process trains the same.
 
-    Experts get tokens by the order of scores, which rounds otherwise in bf16; and their balancing depends on the
+    Experts get tokens by the order of scores, which rounds differently in bf16; and their balancing depends on the
     microbatches, which are of one sequence in the reference.
     """
     return not has_experts(family) or feature not in (("precision", "bf16"), ("microbatches", "unequal"))
 
 
 def refusals(family: str, seed: int, folder: Path) -> dict[Feature, str]:
-    """Features that a family cannot have, each with the first reason."""
+    """Returns the features that a family cannot have, each with the first reason."""
     found: dict[Feature, str] = {}
     cases: dict[Feature, Case] = {}
     for feature in features():
@@ -105,12 +105,12 @@ def drawn_rows(family: str, wanted: Sequence[Feature], rng: random.Random, seed:
 
 
 def chosen(row: Row) -> list[Feature]:
-    """The features of a row."""
+    """Returns the features of a row."""
     return [feature for feature in features() if row[feature[0]] == feature[1]]
 
 
 def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) -> list[Case]:
-    """Plans with every feature that is not refused and can be compared; what only several contradict is left out."""
+    """Plans that cover every accepted and comparable feature; rows that are invalid only together are left out."""
     rng = random.Random(f"{seed} {family}")
     wanted = [f for f in features() if f not in refused and compares(family, f)]
     left, cases = wanted, list[Case]()
@@ -130,7 +130,7 @@ def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) 
 def cells_of(
     family: str, refused: Iterable[Feature], entries: Sequence[dict[str, Any]], device: Device = "cpu"
 ) -> dict[str, str]:
-    """Returns what holds for each feature."""
+    """Returns the state of each feature: trained, refused, not compared or failed."""
     bad = set(failures(entries, device))
     rows = [(entry["chosen"]["row"], entry["name"]) for entry in entries if entry["chosen"]["family"] == family]
     found = {}
@@ -149,7 +149,7 @@ def cells_of(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The table of a report, in Markdown."""
+    """Returns the table of a report, in Markdown."""
     families = list(MODELS)
     reasons = sorted({_reason(text) for texts in report["refused"].values() for text in texts.values()})
     lines = ["| | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
@@ -166,16 +166,16 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """A refusal without what to do instead."""
+    """Returns a refusal without its remedy."""
     return text.split(". ")[0].rstrip(".") + "."
 
 
 def measured(cases: Sequence[Case], folder: Path, at_once: int, device: Device = "cpu") -> list[dict[str, Any]]:
-    """Results of all cases.
+    """Train all cases; returns their results.
 
-    Experts get tokens by the order of scores.  Two scores that are equal up to rounding may be ordered otherwise, which
-    is chance, and shows in the losses from that step on.  So a plan with experts whose first step is right and whose
-    later ones are not is trained once more, at another learning rate; a defect comes again.
+    Experts get tokens by the order of scores.  Two scores that are equal up to rounding may be ordered differently by
+    chance, which shows in the losses from that step on.  So a plan with experts whose first step is right and whose
+    later ones are not is trained once more, at another learning rate; a defect would recur.
     """
     entries = measure(list(cases), folder / "first", at_once, device)
     bad = set(failures(entries, device))
@@ -193,7 +193,7 @@ def measured(cases: Sequence[Case], folder: Path, at_once: int, device: Device =
 def run(
     families: Sequence[str], seed: int, folder: Path, at_once: int, plans: int | None = None, device: Device = "cpu"
 ) -> dict[str, Any]:
-    """The report of some families."""
+    """Returns the report of some families."""
     refused, cases = {}, list[Case]()
     for family in families:
         refused[family] = refusals(family, seed, folder / f"{family}-single")
@@ -212,7 +212,7 @@ def run(
 
 
 def added(report: dict[str, Any], file: Path) -> None:
-    """Take over an earlier report's other families.
+    """Add the other families of an earlier report.
 
     Raises:
         SystemExit: A family's small flags have changed since.

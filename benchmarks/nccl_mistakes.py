@@ -1,8 +1,8 @@
-"""Small programs that gloo survives and NCCL does not; the simulated backend has to catch each of them.
+"""Small programs that run over gloo and deadlock or corrupt data over NCCL; the simulated backend must detect each.
 
-Every rank of a job runs one of :data:`MISTAKES` and exits with 0 when it was told of the mistake in the words that
-name it, with 3 when it noticed nothing, and with 4 when the message says something else: where the mistake is one
-rank's, others may see no more than a connection that closes.
+Every rank of a job runs one of :data:`MISTAKES`.  It exits with 0 if the backend reported the mistake by
+its name, with 3 if there was no error, and with 4 if the error was another one: if only one rank makes the
+mistake, others may see only a closed connection.
 """
 
 import importlib
@@ -51,7 +51,7 @@ def _crossed(rank: int, world: int) -> None:
 
 
 def _ring(rank: int, world: int) -> None:
-    """All ranks send to the next and then receive from the one before: a cycle, as the device holds one operation."""
+    """All ranks send to the next one, then receive from the previous one: a cycle if the device holds one operation."""
     for low, high in ((0, 1), (0, 2), (1, 2)):  # connect in one order
         if rank == low:
             dist.send(torch.ones(1), high)
@@ -107,7 +107,7 @@ def _lazy(rank: int, world: int) -> None:
 
 
 def _read_early(rank: int, world: int) -> None:
-    """What arrives is read without a wait, after it has arrived by chance."""
+    """A received tensor is read without a wait; by chance it has already arrived."""
     tensor = torch.ones(4)
     if rank == 0:
         work = dist.irecv(tensor, 1)
@@ -119,7 +119,7 @@ def _read_early(rank: int, world: int) -> None:
 
 
 def _passed_on(rank: int, world: int) -> None:
-    """What arrives over one communicator is sent over another one without a wait."""
+    """A tensor received over one communicator is sent over another one without a wait."""
     tensor = torch.ones(4)
     groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
     for group in groups:
@@ -129,7 +129,7 @@ def _passed_on(rank: int, world: int) -> None:
 
 
 def _freed(rank: int, world: int) -> None:
-    """The memory of a tensor is given back before its send has run."""
+    """The memory of a tensor is freed before its send has run."""
     tensor = torch.ones(4)
     if rank == 0:
         work = dist.isend(tensor, 1)
@@ -149,10 +149,10 @@ def _truncated(rank: int, world: int) -> None:
 
 
 def _under_a_receive(rank: int, act: Callable[[dist.Work], object]) -> None:
-    """Both ranks expect something, then do what makes the host wait for the device, then send what is expected."""
+    """Both ranks post a receive, then make the host wait for the device, then send the expected tensor."""
     mine, other = torch.full((4,), float(rank)), torch.empty(4)
     groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]  # one per direction
-    for source, group in enumerate(groups):  # connects them, and launches what transfers launch
+    for source, group in enumerate(groups):  # connects them, and launches the kernels of transfers
         (dist.send if rank == source else dist.recv)(mine if rank == source else other, 1 - rank, group=group)
     nccl_order.synchronize()
     expected = dist.irecv(other, 1 - rank, group=groups[1 - rank])
@@ -168,25 +168,25 @@ def _first_launch(rank: int, world: int) -> None:
 
 
 def _pinned(rank: int, world: int) -> None:
-    """Memory is pinned meanwhile."""
+    """Memory is pinned during a pending receive."""
     pool = HostPool(activate())
     _under_a_receive(rank, lambda _: pool.take(64))
 
 
 def _synchronised(rank: int, world: int) -> None:
-    """The host waits for the device meanwhile."""
+    """The host waits for the device during a pending receive."""
     _under_a_receive(rank, lambda _: activate().synchronize())
 
 
 def _value_read(rank: int, world: int) -> None:
-    """A value is read after the compute stream was ordered after what is to arrive."""
+    """A value is read after the compute stream was ordered after a pending receive."""
     unrelated = torch.ones(())
     unrelated.item()
     _under_a_receive(rank, lambda expected: (expected.wait(), unrelated.item()))
 
 
 def _host_ahead(rank: int, world: int) -> None:
-    """No mistake: the host goes on after a wait, and tells the sender to send."""
+    """No mistake: the host continues after a wait, and tells the sender to send."""
     store = dist.distributed_c10d._get_default_store()
     tensor = torch.zeros(4)
     if rank == 0:
@@ -200,10 +200,10 @@ def _host_ahead(rank: int, world: int) -> None:
     assert tensor.sum().item() == (0.0 if rank else 4.0), "the host stands still where it reads what arrives"
 
 
-# As MISTAKES; nothing is to be noticed.
+# Sound programs, in the form of MISTAKES; no error is expected.
 SOUND: dict[str, tuple[Callable[[int, int], None], int, str]] = {"host ahead": (_host_ahead, 2, "no such words")}
 
-# name: (what every rank does, ranks, words of the message of some rank)
+# name: (program of every rank, number of ranks, words in the error of at least one rank)
 MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
     "crossed": (_crossed, 2, "wait for each other"),
     "ring": (_ring, 3, "wait for each other"),
@@ -224,13 +224,13 @@ MISTAKES: dict[str, tuple[Callable[[int, int], None], int, str]] = {
 
 
 def mistake_job(name: str, folder: Path) -> Job:
-    """The job in which every rank makes a mistake, or is sound."""
+    """Returns the job whose ranks make a mistake, or none."""
     entry = "benchmarks.nccl_mistakes:run"
     return Job(name, (MISTAKES | SOUND)[name][1], (), folder, entry, environment={"HET_MISTAKE": name}, timeout_s=90.0)
 
 
 def run() -> None:
-    """One rank of a job."""
+    """Run one rank of a job."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     act, _, words = (MISTAKES | SOUND)[os.environ["HET_MISTAKE"]]
     nccl_order.install(nccl_order.Options(stall_s=STALL_S, resident=1 if act in (_ring, _two_groups) else 16))

@@ -1,12 +1,12 @@
-"""Training in NCCL's order on the CPU: is NCCL chosen, does anything wait for ever, are the results the same?
+"""Trains in NCCL's order on the CPU: NCCL must be chosen, nothing may deadlock, and results must be equal.
 
 ``python -m benchmarks.nccl_order --json OUT``: plans of all schedules run as in ``benchmarks.parity``, but over
-groups that keep NCCL's rules (``testing/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
+groups that enforce NCCL's rules (``testing/nccl_order``).  Keys: ``plans``; ``nccl_share``, the share of
 plans for which ``--het-transport auto`` chose NCCL; ``deadlocks``, plans in which operations waited for each other;
 ``failed``; ``max_relative_loss_difference`` to one stock process; ``wrong_orders_caught`` of
-``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that NCCL would not survive.  ``--schedules`` runs some
-of it.  OUT is written after every plan; ``--add OUT`` goes on with what is not in it, and puts such results together.
-With ``--at-once 1`` one plan's ranks, each of one thread, are all that runs.
+``wrong_orders``: programs of :mod:`benchmarks.nccl_mistakes` that are wrong over NCCL.  ``--schedules`` runs some
+schedules.  OUT is written after every plan; ``--add OUT`` runs the plans that OUT lacks, and merges the results.
+With ``--at-once 1`` only the ranks of one plan run at a time, each with one thread.
 """
 
 import argparse
@@ -40,17 +40,17 @@ DEADLOCK = "wait for each other"
 
 
 def in_nccl_order(job: Job, **options: Any) -> Job:
-    """The job with groups that keep NCCL's rules, and the transport that a GPU machine would choose."""
+    """Returns the job with groups that enforce NCCL's rules, and with the transport that a GPU machine would choose."""
     setup = ("benchmarks.nccl_mistakes:simulate", {"options": options, "then": job.setup})
     argv = list(job.argv)
-    while "--het-transport" in argv:  # given once only
+    while "--het-transport" in argv:  # sent only once
         at = argv.index("--het-transport")
         del argv[at : at + 2]
     return replace(job, argv=(*argv, "--distributed-backend", "nccl", "--het-transport", "auto"), setup=setup)
 
 
 def cases_of(schedule: str, seed: int, quick: bool) -> list[Case]:
-    """The plans of a schedule in fp32; ``depths`` are those of 1F1B with more microbatches in flight."""
+    """Returns the plans of a schedule in fp32; ``depths`` are those of 1F1B with more microbatches in flight."""
     if schedule != "depths":
         return [c for c in all_cases(seed, schedule, quick)[0] if c.plan.training.precision == "fp32"]
     rng, found = random.Random(seed), []
@@ -65,13 +65,13 @@ def cases_of(schedule: str, seed: int, quick: bool) -> list[Case]:
 
 
 def transports(folder: Path) -> set[str]:
-    """The transports that the ranks of a finished run report."""
+    """Returns the transports that the ranks of a finished run report."""
     found = (json.loads(path.read_text("utf-8")) for path in folder.glob("rank-*.json"))
     return {report["transport"].split(" ")[0] for report in found}
 
 
 def caught_by_some_rank(done: Finished) -> bool:
-    """Whether a rank was told of the mistake that the job made."""
+    """Whether the backend reported the job's mistake on at least one rank."""
     return not done.timed_out and 0 in done.returncodes
 
 
@@ -95,7 +95,7 @@ def measure(
 
 
 def _entry(done: Finished, case: Case, lab: Lab) -> dict[str, Any]:
-    """What is recorded of a case that has run."""
+    """Returns the record of a case that has run."""
     entry: dict[str, Any] = {"name": case.name, "world_size": case.plan.world_size, "chosen": case.chosen}
     entry["steps"] = lab.steps
     try:

@@ -1,7 +1,7 @@
-"""The executor's 1F1B against stock Megatron's, same flags, two stages: ``python -m benchmarks.overhead --json OUT``.
+"""Compares 1F1B of the executor and of stock Megatron, two stages: ``python -m benchmarks.overhead --json OUT``.
 
-Runs alternate (stock, plan, stock, plan, ...), each pair starting with the other side first, so that
-slow phases of the machine hit both.  A run's figure is the median of the iteration times that
+Both use the same flags.  Runs alternate (stock, plan, stock, plan, ...), each pair starting with the other side
+first, so that slow phases of the machine hit both.  A run's figure is the median of the iteration times that
 Megatron itself logs, without the first iterations; a pair's figure is the ratio of its two runs.
 """
 

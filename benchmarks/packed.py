@@ -1,14 +1,14 @@
-"""Packed documents of long-tailed lengths in slices of equal length and of equal work, and the same batch unpacked.
+"""Compares packed documents in slices of equal length and of equal work, and the same batch without document masks.
 
 ``python -m benchmarks.packed --json OUT``.  Two and four stages of one small model whose attention takes most of the
-time.  Costs are fitted to a traced run of whole sequences on two stages; they say how many keys count as much as a
-token, and give the simulated figures.  Two ranks also share the sequences of one stage, with documents that are cut by
-places and with whole ones (``ranks``).  Runs alternate; every side counts by the median over the rounds of the time of
+time.  Costs are fitted to a traced run of whole sequences on two stages; they give the keys that cost as much as a
+token, and the simulated figures.  Two ranks also share the sequences of one stage, with documents cut at fixed
+positions and with whole ones (``ranks``).  Every side counts by the median over alternating rounds of the time of
 all its iterations, which have the same documents on all sides.
 
 ``speedup_over_equal_slices`` compares both ways to cut, ``speedup_over_unpacked`` tokens per second with and without
-documents.  With fewer cores than stages processes take turns on a core: what one of them waits another one uses, and
-a measured speedup says nothing about pipelines; ``measured`` is then left out.
+documents.  With fewer cores than stages processes take turns on a core: one uses the time in which another waits, and
+a measured speedup does not apply to pipelines; ``measured`` is then left out.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Bench:
         return Setting("slimpipe", stages, self._options.tokens, _MICROBATCHES, _SLICES, flags=flags)
 
     def run(self, name: str, setting: Setting, *more: str, ranks: int = 0) -> list[dict[str, Any]]:
-        """Run a setting, on a rank per stage or on so many; of each rank what was found."""
+        """Run a setting, on one rank per stage or on so many; returns the results of each rank."""
         ranks = ranks or setting.stages
         target = self._folder / name
         target.mkdir(parents=True)
@@ -69,14 +69,14 @@ class Bench:
         return found
 
     def costs(self) -> Costs:
-        """Of one stage of two, by a traced run of whole sequences; all stages are alike."""
+        """Returns the costs of one stage of two, from a traced run of whole sequences; all stages are equal."""
         setting, report = self.setting(2), self._folder / "report"
         flags = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", "2")
         self.run("traced", setting, *flags)
         return fitted_costs(setting, program_for(setting, MODEL), report)[0]
 
     def measured(self, name: str, setting: Setting, ranks: int = 0) -> dict[str, Any]:
-        """Seconds of all iterations that count, documents of these, and bytes of all pools and between ranks."""
+        """Returns the seconds of all counted iterations, their documents, and the bytes of pools and between ranks."""
         found = self.run(name, setting, ranks=ranks)
         by_rank = [rank["iterations_s"][_WARMUP:] for rank in found]
         return {
@@ -88,14 +88,14 @@ class Bench:
 
 
 def keys_per_token(costs: Costs, tokens: int) -> float:
-    """Keys that a query attends to in the time that the rest of its layers takes."""
+    """Returns the number of keys whose attention takes a query as long as the rest of its layers."""
     rest = sum(map(sum, (*costs.forward_s, *costs.backward_s))) / tokens
     attention = sum(map(sum, (*costs.attention_forward_s, *costs.attention_backward_s)))
     return rest / (attention / (tokens * (tokens + 1) / 2))
 
 
 def simulated_s(costs: Costs, setting: Setting, cutting: Cutting, documents: Documents) -> float:
-    """Seconds of iterations on as many devices as stages."""
+    """Returns the simulated seconds of iterations on as many devices as stages."""
     stages = setting.stages
 
     def spread(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
@@ -116,7 +116,7 @@ def simulated_s(costs: Costs, setting: Setting, cutting: Cutting, documents: Doc
 
 
 def compare(bench: Bench, stages: int, costs: Costs, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one number of stages."""
+    """Returns the figures of one number of stages."""
     keys = keys_per_token(costs, options.tokens)
     work = words(f"--het-slice-lengths work --het-slice-keys-per-token {keys:.1f}")
     sides = {"unpacked": (), "equal": _MASKED, "work": (*_MASKED, *work)}
@@ -147,7 +147,7 @@ def compare(bench: Bench, stages: int, costs: Costs, options: argparse.Namespace
 
 
 def compare_ranks(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """Documents that are cut by places and whole ones: measured on two ranks, and counted for more."""
+    """Compare documents cut at fixed positions with whole ones: measured on two ranks, and counted for more ranks."""
     shared = words("--context-parallel-size 2 --het-cp-documents")
     runs: dict[str, list[dict[str, Any]]] = {CUT: [], WHOLE: []}
     for index in range(options.rounds):

@@ -1,13 +1,13 @@
-"""Training under plans against stock Megatron in one process, from one shared checkpoint.
+"""Compares training under plans with stock Megatron in one process, from one shared checkpoint.
 
 ``python -m benchmarks.parity --json OUT``: at least 40 plans chosen pairwise from every feature,
 some of them in bf16 and fp16 too, 20 random ones, and under 1F1B and GPipe plans with Lion, Muon and LayerNorm-1p.
 For each: the largest relative difference of the losses of 10 steps (lr 1e-3, Lion 1e-5, dropout 0) and of the
 evaluations, of the norm and of every gradient at the first step (L2, per parameter, on every replica), and in fp32 of
 every parameter and tensor of the optimizer after the last one.
-Top-level figures are those of fp32; bf16 stands apart.  Where the last parameters are further apart than the bar, stock
-Megatron is compared with itself too, from weights whose last digit is another one.  OUT is written after every plan;
-``--add OUT`` goes on with what is not in it, and puts such results together.
+Top-level figures are those of fp32; bf16 is separate.  Where the last parameters differ by more than the bound, stock
+Megatron is also compared with itself, from weights whose last digit is changed.  OUT is written after every plan;
+``--add OUT`` runs the plans that OUT lacks, and merges the results.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from testing.runner import Device, Finished, Job, JobError, Runner, add_device_a
 from testing.slimpipe_cases import MultiHeadLab, slimpipe_cases
 from testing.zorse_cases import MinistageLab, keeps_gradients, ministage_cases
 
-# Figures to which the rounding of all steps adds up: shown, without a bar.
+# Figures that accumulate the rounding of all steps: shown, without a bound.
 _LATER = ("max_relative_later_norm_difference",)
 _MIN_PAIRWISE, _BF16, _FP16, _RANDOM = 40, 10, 5, 20
 # Schedules that the executor runs: chunks per stage and parameters of the generator.
@@ -46,11 +46,11 @@ MODELS: dict[str, Callable[[list[Case], int], list[Case]]] = {
     "recurrent": feature_cases.with_recurrent,
     "shared": feature_cases.with_sharing,
 }
-"""What the cases of a schedule train: from those of a dense model and a seed."""
+"""Makes the cases of a kind of model, from those of a dense model and a seed."""
 
 
 def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[str]]:
-    """The cases of a run, and the pairs of values that no plan can have."""
+    """Returns the cases of a run, and the pairs of values that no plan can have."""
     if schedule == "slimpipe":
         return list(slimpipe_cases(seed, quick)), []
     if schedule == "ministage":
@@ -79,7 +79,7 @@ def all_cases(seed: int, schedule: str, quick: bool) -> tuple[list[Case], list[s
 
 
 def with_precision(cases: Iterable[Case], precision: str) -> list[Case]:
-    """The cases with a precision, those of other precisions beside fp32 left out."""
+    """Returns the cases in another precision, without those that already have one other than fp32."""
     found = []
     for case in cases:
         if case.plan.training.precision == "fp32":
@@ -90,11 +90,11 @@ def with_precision(cases: Iterable[Case], precision: str) -> list[Case]:
 
 
 def labs(cases: Iterable[Case], *, saves: bool = False) -> dict[type[Lab], list[Case]]:
-    """The cases by the laboratory that runs them.
+    """Groups the cases by the ``Lab`` that runs them.
 
     Args:
         cases: Of any kind.
-        saves: Whether all runs of which the last parameters tell something save them, not those of ministages alone.
+        saves: Whether all runs whose last parameters are comparable save them, not only those of ministages.
     """
     found: dict[type[Lab], list[Case]] = {}
     for case in cases:
@@ -108,7 +108,7 @@ def labs(cases: Iterable[Case], *, saves: bool = False) -> dict[type[Lab], list[
 
 
 def compares_parameters(case: Case) -> bool:
-    """Whether parameters after the last step tell something.
+    """Whether parameters after the last step are comparable.
 
     Not those of routed experts (see :func:`is_routed`), nor in bf16 key biases, whose gradient is rounding alone: Adam
     makes whole steps of it.
@@ -145,7 +145,7 @@ def measure(
     found = []
     end_s = time.monotonic() + begin_s
     with Runner(device, has_te=has_te) as runner:
-        # On a GPU Adam makes whole steps of what rounding leaves of a gradient: last parameters tell nothing there.
+        # On a GPU Adam turns rounding errors of a gradient into whole steps: last parameters are not comparable there.
         for kind, members in labs(cases, saves=device == "cpu").items():
             lab = kind(runner, folder / kind.__name__, shared=shared)
             for entry in _rows(lab, members, at_once, limit_s, end_s):
@@ -186,7 +186,7 @@ def _entry(case: Case, **found: Any) -> dict[str, Any]:
 
 
 def _compared(lab: Lab, case: Case, finished: Finished) -> dict[str, Any]:
-    """What is recorded of a case that has run."""
+    """Returns the record of a case that has run."""
     entry = _entry(case, elapsed_s=round(finished.elapsed_s, 2), cpu_s=round(finished.cpu_s, 2))
     try:
         finished.check()
@@ -218,7 +218,7 @@ def _compared(lab: Lab, case: Case, finished: Finished) -> dict[str, Any]:
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Largest differences over entries that ran, and how many did not."""
+    """Returns the largest differences over entries that ran, and the number that did not."""
     ran = [entry for entry in entries if "error" not in entry]
     figures: dict[str, Any] = {"plans": len(entries), "failed": len(entries) - len(ran)}
     for name in ("loss", "validation", "gradient", "norm", "later_norm", "parameter"):
@@ -271,7 +271,7 @@ _DRAW = ("schedule", "model", "seed", "device", "transformer_impl")
 
 
 def added(options: argparse.Namespace, cases: list[Case]) -> dict[str, dict[str, Any]]:
-    """Entries of earlier runs by name, those without an error.
+    """Returns the entries of earlier runs without an error, by name.
 
     Raises:
         SystemExit: They are of another draw.
@@ -290,10 +290,10 @@ def added(options: argparse.Namespace, cases: list[Case]) -> dict[str, dict[str,
 
 
 def report_of(entries: list[dict[str, Any]], impossible: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The report, of the plans that have run so far."""
+    """Returns the report of the plans that have run so far."""
     by_precision = {p: summary([e for e in entries if e["chosen"]["precision"] == p]) for p in ("fp32", "bf16", "fp16")}
     is_cpu = options.device == "cpu"
-    # On a CPU bf16 and fp16 are shown without a bar.
+    # On a CPU bf16 and fp16 are shown without a bound.
     failed = [entry["name"] for entry in entries if "error" in entry] if is_cpu else failures(entries, "cuda")
     fp32 = by_precision["fp32"]
     within = [v for k, v in fp32.items() if k.startswith("max_") and k not in _LATER and v is not None]
