@@ -1,4 +1,4 @@
-"""Models from the arguments in a Megatron checkpoint."""
+"""Conversion of the arguments in a Megatron checkpoint to fields of a model file."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ Config = Mapping[str, Any]
 
 
 def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """The arguments of the run that wrote a Megatron checkpoint, and the file that holds them.
+    """The arguments of the run that wrote a Megatron checkpoint, and the file from which they were read.
 
     Args:
-        path: The folder of all checkpoints, of one iteration, or the file ``common.pt``.
+        path: The folder of all checkpoints or of one iteration, or the file ``common.pt``.
 
     Raises:
-        PlannerError: No checkpoint in the folder, or one without arguments.
+        PlannerError: The folder has no checkpoint, or the checkpoint no arguments.
     """
     given = Path(path)
     file = given if given.suffix == ".pt" else _common_file(given)
@@ -54,7 +54,7 @@ def _common_file(folder: Path) -> Path:
 
 
 def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Our model document from the arguments of a Megatron run."""
+    """The contents of a model file from the arguments of a Megatron run."""
 
     def number(name: str, default: int | None = None) -> Any:
         value = arguments.get(name)
@@ -72,7 +72,7 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
         "biases": switched("add_bias_linear"),
         "tied_embeddings": not switched("untie_embeddings_and_output_weights"),
         "distributed_optimizer": switched("use_distributed_optimizer"),
-        # Megatron clears it where TP is 1, and with experts TP needs it.
+        # Megatron clears the argument if TP is 1; with experts TP requires sequence parallelism.
         "sequence_parallel": switched("sequence_parallel") or bool(arguments.get("num_experts")),
     }
     document |= {name: number(name) for name in (*MODEL_SIZES, "ffn_hidden_size", "global_batch_size")}
@@ -84,7 +84,7 @@ def from_arguments(arguments: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 
 def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValue]:
-    """Flags of the model that differ from Megatron's defaults, and those whose value a document implies otherwise."""
+    """The model's flags that differ from Megatron's defaults, and those whose default in ``emit`` differs."""
     found: dict[str, FlagValue] = {}
     for name, (argument, default) in MODEL_FLAGS.items():
         value = arguments.get(argument, default)
@@ -99,7 +99,7 @@ def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValu
             continue
         found[name] = True if isinstance(default, bool) or name.startswith("no-yarn") else value
     found["normalization"] = str(arguments.get("normalization") or "LayerNorm")
-    for name in ("attention-dropout", "hidden-dropout"):  # emit's default is 0, Megatron's is not
+    for name in ("attention-dropout", "hidden-dropout"):  # the default is 0 in ``emit`` and 0.1 in Megatron
         value = arguments.get(MODEL_FLAGS[name][0], 0)
         found.pop(name, None)
         if isinstance(value, int | float) and value:
@@ -110,12 +110,12 @@ def _flags(arguments: Mapping[str, Any], document: Config) -> dict[str, FlagValu
     if not dense.get("dense_layers") or dense.get("dense_first"):
         found.pop("moe-layer-freq", None)
     if isinstance(found.get("window-attn-skip-freq"), int):
-        found.pop("window-attn-skip-freq")  # windowed_layers says it
+        found.pop("window-attn-skip-freq")  # the document has ``windowed_layers``
     return found
 
 
 def _hybrid(arguments: Mapping[str, Any], number: Callable[..., Any]) -> dict[str, Any]:
-    """Layers of several kinds."""
+    """Fields of a hybrid model: pattern and sizes of recurrent layers; empty for other models."""
     pattern = arguments.get("hybrid_layer_pattern")
     if not isinstance(pattern, str):
         return {}
@@ -133,7 +133,7 @@ def _sizes(part: str, number: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parts(arguments: Mapping[str, Any], number: Callable[..., Any], document: Config) -> dict[str, Any]:
-    """Experts, latent attention and wide heads."""
+    """Fields of experts, latent attention, sliding window and head size."""
     found: dict[str, Any] = {}
     width, heads = arguments.get("kv_channels"), document["num_attention_heads"]
     latent = arguments.get("multi_latent_attention") is True

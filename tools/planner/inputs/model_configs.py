@@ -1,6 +1,6 @@
-"""Models of Hugging Face: which fields of a ``config.json`` become fields of a model file or flags of Megatron.
+"""Conversion of Hugging Face's ``config.json`` to fields of a model file and flags of Megatron.
 
-``RULES`` and ``FAMILIES`` know all fields; ``python -m benchmarks.configs`` makes tables in ``docs/models.md`` of them.
+``RULES`` and ``FAMILIES`` list all known fields; ``python -m benchmarks.configs`` makes the tables of docs/models.md.
 """
 
 import math
@@ -37,21 +37,21 @@ _SOFT_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Fields that are read together."""
+    """Fields that one function reads."""
 
-    keys: tuple[str, ...]  # their names, as most families call them
-    becomes: str  # what they become, for the documentation
-    read: Callable[[Reading], None]  # reads them
+    keys: tuple[str, ...]  # names of the fields in most families
+    becomes: str  # resulting fields or flags, for the documentation
+    read: Callable[[Reading], None]
 
 
 def from_config(config: Config, file: str, seq_length: int | None = None) -> dict[str, Any]:
-    """Our model document from a Hugging Face ``config.json``; batch and sequence length are not in it.
+    """The contents of a model file, without batch and sequence length, from a Hugging Face ``config.json``.
 
     Args:
-        seq_length: Of the training: some fields change nothing below a length.
+        seq_length: Sequence length of the training; some fields have no effect below a certain length.
 
     Raises:
-        PlannerError: An architecture that is not known here, or a key that is missing.
+        PlannerError: An unknown architecture, a missing key, or a value of a wrong type.
     """
     kind = config.get("model_type")
     inside = config.get("text_config")
@@ -67,7 +67,7 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     for rule in RULES:
         _apply(rule, reading)
     reading.document["name"] = _name(config, file)
-    # What everybody switches on; training stays the same.
+    # Usual defaults, which do not change results.
     reading.document |= {"distributed_optimizer": True, "sequence_parallel": True}
     unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - set(SHAPES_ONLY))
     found = {
@@ -79,7 +79,7 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
 
 
 def _apply(rule: Rule, reading: Reading) -> None:
-    """Read fields; a value of a type that the rule does not reckon with is one error."""
+    """Apply a rule; raises PlannerError for a value of an unexpected type."""
     try:
         rule.read(reading)
     except PlannerError:
@@ -91,7 +91,7 @@ def _apply(rule: Rule, reading: Reading) -> None:
 
 
 def _name(config: Config, file: str) -> str:
-    """The name of the model, or of the folder that holds the file."""
+    """The model's name in the file, or else the name of the file's folder."""
     given = str(config.get("_name_or_path") or "").rstrip("/").rsplit("/", 1)[-1]
     text = given or Path(file).resolve().parent.name or "model"
     return "".join(c for c in text if c.isprintable())[:100] or "model"
@@ -137,7 +137,7 @@ def _activation(r: Reading) -> None:
     elif not gated and kind == "relu2":
         r.flags["squared-relu"] = True
     elif not gated and kind == "gelu":
-        r.flags["no-bias-gelu-fusion"] = True  # the fused one is the tanh approximation
+        r.flags["no-bias-gelu-fusion"] = True  # the fused kernel computes the tanh approximation
     elif not gated and kind not in _SOFT_GELU:
         r.lose("hidden_act", kind, "Megatron has gelu, its tanh approximation and relu2 for MLPs without a gate")
 
@@ -146,7 +146,7 @@ def _norms(r: Reading) -> None:
     r.flags["normalization"] = "LayerNorm" if r.family.layer_norm else "RMSNorm"
     name = "layer_norm_eps" if r.family.layer_norm else "rms_norm_eps"
     r.flags["norm-epsilon"] = float(r.number(name, 1e-6))
-    r.used |= {"norm_eps"} if r.kind == "nemotron_h" else set()  # what older files call it besides
+    r.used |= {"norm_eps"} if r.kind == "nemotron_h" else set()  # another name of it, in older files
     if _latent_attention(r) and r.flags["norm-epsilon"] != 1e-6:
         said = "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
         r.notes.append(said)
@@ -179,12 +179,12 @@ def _positions(r: Reading) -> None:
     if r.kind == "gpt2":
         r.document["learned_positions"] = r.whole("max_position_embeddings", 1024)
         return
-    if r.kind == "nemotron_h":  # attention knows positions from the layers before it
+    if r.kind == "nemotron_h":  # attention without position embeddings
         r.used |= {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
         return
     scaling = dict(r.get("rope_parameters") or r.get("rope_scaling") or {})
     r.used.add("rope_scaling")
-    if scaling and all(isinstance(part, dict) for part in scaling.values()):  # by the kind of a layer
+    if scaling and all(isinstance(part, dict) for part in scaling.values()):  # one dictionary per kind of layer
         parts = list(scaling.values())
         if any(part != parts[0] for part in parts):
             r.lose("rope_parameters", None, "layers with and without a window have different rotary positions")
@@ -279,7 +279,7 @@ def _mscale(factor: float, mscale: float) -> float:
 def _unknown_scaling(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
     whole = r.config.get("max_position_embeddings")
     if kind == "dynamic" and r.seq_length is not None and isinstance(whole, int) and r.seq_length <= whole:
-        return _unscaled(r, kind, scaling)  # it begins beyond that length
+        return _unscaled(r, kind, scaling)  # dynamic scaling has no effect up to that length
     r.lose("rope_scaling", kind, "Megatron has rotary positions unscaled, linear (whole factors), llama3 and yarn")
     return None
 
@@ -293,7 +293,7 @@ _SCALINGS: dict[str, Callable[[Reading, str, dict[str, Any]], None]] = {
 
 
 def _rotated(r: Reading) -> list[int]:
-    """Whether a layer of Llama 4 has rotary positions, by layer."""
+    """1 for each layer of Llama 4 with rotary positions, 0 for the others."""
     given, step = r.get("no_rope_layers"), r.whole("no_rope_layer_interval")
     return list(given) if given else [int((layer + 1) % step != 0) for layer in range(r.layers)]
 
@@ -316,7 +316,7 @@ def _layers_without_positions(r: Reading) -> None:
 
 
 def _window(r: Reading) -> None:
-    """A sliding window, and which layers have it."""
+    """Read the sliding window and the layers that have one."""
     window, kinds = r.get("sliding_window"), r.get("layer_types")
     used, first, step = r.get("use_sliding_window", True), r.get("max_window_layers"), r.get("sliding_window_pattern")
     step = r.get("_sliding_window_pattern") or step
@@ -356,7 +356,7 @@ def _experts(r: Reading) -> None:
     shared = r.get("shared_expert_intermediate_size") or (r.get("n_shared_experts") or 0) * width
     if r.kind == "llama4_text":
         shared = width
-    r.used |= {"n_shared_experts"} if r.kind == "nemotron_h" else set()  # all of them together are one MLP
+    r.used |= {"n_shared_experts"} if r.kind == "nemotron_h" else set()  # the width above is that of all together
     dense = [] if r.kind in HYBRID else dense_layers(r)
     if dense and len(dense) == r.layers:
         return

@@ -1,4 +1,4 @@
-"""Families of Hugging Face's models: what all of a ``model_type`` have, what Megatron lacks, and how a file is read."""
+"""Families of Hugging Face's models: properties of each ``model_type``, and the reader of a ``config.json``."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models of one ``model_type``; ``data/families.yaml`` says what its keys are."""
+    """Models of one ``model_type``; ``data/families.yaml`` explains the fields."""
 
     title: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -43,44 +43,44 @@ _DATA = data("families.yaml")
 FAMILIES = {kind: Family(**body) for kind, body in _DATA["families"].items()}
 FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
 INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
-"""Models of text and pictures, whose text model is in ``text_config``."""
-HYBRID = {"nemotron_h", "qwen3_next"}  # models whose layers are of several kinds
+"""Multimodal models with a text model in ``text_config``, and the ``model_type`` of that text model."""
+HYBRID = {"nemotron_h", "qwen3_next"}  # models with layers of several kinds
 EXPERTS = HYBRID | {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
 NOT_OF_THE_MODEL = frozenset(_DATA["not_of_the_model"])
 SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
 
 ONLY_WHEN: dict[str, tuple[Any, str]] = {name: tuple(row) for name, row in _DATA["only_when"].items()}
-"""Fields that Megatron has no flag for, and the value under which they change nothing."""
+"""Fields without a flag in Megatron: the value with which they have no effect, and the reason."""
 READ_TOGETHER: Mapping[str, Mapping[str, Any]] = _DATA["rules"]
-"""Fields by the function of ``model_configs`` that reads them, and what they become."""
+"""Fields by the function of ``model_configs`` that reads them, and the resulting fields or flags."""
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A config.json that is being read."""
+    """State of reading a ``config.json``."""
 
     config: Config
-    kind: str  # its ``model_type``
+    kind: str  # ``model_type`` of the file
     file: str
-    seq_length: int | None = None  # of the training, where it is known
+    seq_length: int | None = None  # sequence length of the training, if known
     document: dict[str, Any] = field(default_factory=dict)  # fields of a model file found so far
     flags: dict[str, FlagValue] = field(default_factory=dict)  # Megatron's flags found so far
-    lost: dict[str, str] = field(default_factory=dict)  # what no flag says, with the reason
+    lost: dict[str, str] = field(default_factory=dict)  # fields that Megatron cannot express, with the reasons
     used: set[str] = field(default_factory=set)  # fields that were read
-    notes: list[str] = field(default_factory=list)  # small differences that stay
+    notes: list[str] = field(default_factory=list)  # small differences that remain
 
     @property
     def family(self) -> Family:
-        """Returns what all models of this kind have."""
+        """Returns the properties of this ``model_type``."""
         return FAMILIES[self.kind]
 
     def key(self, name: str) -> str:
-        """The name that the file uses for a field."""
+        """The name of a field in this file: the family's own name if the file has it."""
         other = self.family.names.get(name)
         return other if other is not None and other in self.config else name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field, of the family where the file has none."""
+        """The value of a field, or the family's default if the file lacks it."""
         key = self.key(name)
         self.used.add(key)
         return self.config[key] if key in self.config else self.family.defaults.get(name, default)
@@ -100,18 +100,18 @@ class Reading:
         return value
 
     def sizes(self, part: str) -> dict[str, int]:
-        """Sizes of a part of the model, each a whole number."""
+        """Sizes of a part of the model, e.g. ``mamba``."""
         return {size: self.whole(name) for size, name in _DATA["sizes"][part].items()}
 
     def lose(self, name: str, value: Any, reason: str) -> None:
-        """Note that no flag says a field."""
+        """Note a field that Megatron cannot express."""
         self.lost[self.key(name) if name in self.family.names else name] = (
             f"{value!r}: {reason}" if value is not None else reason
         )
 
     @property
     def layers(self) -> int:
-        """Layers of the model, within what is worth a list."""
+        """Number of layers, at most ``_MOST_LAYERS`` to bound lists of layers."""
         return min(self.whole("num_hidden_layers"), _MOST_LAYERS)
 
 
@@ -135,7 +135,7 @@ _SYMBOLS: dict[str, str] = _DATA["symbols"]
 
 
 def _listed(r: Reading, text: str, names: str) -> str:
-    """Layers of Nemotron by symbol, from a field with symbols or from one with names."""
+    """Symbols of Nemotron's layers, from the field ``text`` with symbols or else from ``names``."""
     written, listed = r.get(text), r.get(names) or ()
     found = written if written is not None else "".join(_SYMBOLS.get(name, "?") for name in listed)
     if not isinstance(found, str) or CHUNK in found or LATER in found or (found and problem_of(found)):
@@ -145,7 +145,7 @@ def _listed(r: Reading, text: str, names: str) -> str:
 
 
 def pattern_of(r: Reading) -> str:
-    """The layers of a hybrid model by symbol; empty for other models."""
+    """Symbols of a hybrid model's layers; empty for other models."""
     if r.kind == "nemotron_h":
         names = "layer_types" if "layer_types" in r.config else "layers_block_type"
         layers = _listed(r, "hybrid_override_pattern", names)
@@ -160,14 +160,14 @@ def pattern_of(r: Reading) -> str:
 
 
 def read_kinds_of_layers(r: Reading) -> None:
-    """A hybrid model's pattern, and the sizes of its recurrent layers."""
+    """Read a hybrid model's pattern and the sizes of its recurrent layers."""
     pattern = pattern_of(r)
     if not pattern:
         if r.kind in HYBRID:
             raise PlannerError(r.file, "layers_block_type", None, "the file says no layers")
         return
     layers = len(layers_of(pattern))
-    listed = layers // 2 if r.kind == "qwen3_next" else layers  # whose layers are two of Megatron's
+    listed = layers // 2 if r.kind == "qwen3_next" else layers  # a layer of qwen3_next is two of Megatron's
     if r.whole("num_hidden_layers", listed) != listed:
         raise PlannerError(r.file, "num_hidden_layers", r.whole("num_hidden_layers"), f"{listed} layers are listed")
     r.document |= {"pattern": pattern} | sizes_of(pattern)

@@ -1,4 +1,4 @@
-"""Parts of the model file beyond a plain decoder layer: documents, experts, latent attention, other kinds of layers."""
+"""Parts of the model file beyond a plain decoder layer: documents, flags, experts, latent attention, hybrid layers."""
 
 import difflib
 import functools
@@ -29,21 +29,21 @@ from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 from ..errors import PlannerError, from_file_error
 from .catalog import Strict, data
 
-# How long the documents of a packed sequence are, and what that leaves of attention.
+# Lengths of the documents in packed sequences, and the attention work that remains with them.
 #
-# A model file, or ``--document-lengths``, says it as a mean, for lengths that fall off exponentially, or as a sample.
-# Sequences are filled with documents drawn from it, as Megatron's datasets fill them: one after the other, and a
-# document that does not fit goes on in the next sequence.
+# A model file or ``--document-lengths`` gives a mean (for an exponential distribution) or a sample of lengths.
+# Sequences are filled with documents of drawn lengths like in Megatron's datasets: one after the other, and a
+# document that does not fit continues in the next sequence.
 
 
 Lengths = int | tuple[int, ...]  # a mean, or a sample
 _SEED, _SEQUENCES, _MOST_DOCUMENTS = 0, 64, 50_000
-_MOST_PAIRS = 4_000  # pairs of ranks in a slice that are looked at
+_MOST_PAIRS = 4_000  # bound on the pairs of ranks that are counted, over all slices and sequences
 MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 
 
 def read_lengths(given: str) -> Lengths:
-    """Returns ``--document-lengths``: a number, or a file of them (spaces, lines, commas); raises PlannerError."""
+    """Reads ``--document-lengths``: a mean, or a file of lengths (spaces, lines, commas); raises PlannerError."""
     hint = "Give a mean, or a file with the lengths of some documents in tokens"
     try:
         words = [given] if given.isdecimal() else read_text(given).strip().strip("[]").replace(",", " ").split()
@@ -58,7 +58,7 @@ def read_lengths(given: str) -> Lengths:
 
 
 def lengths_problem(lengths: Lengths) -> str:
-    """Returns what is wrong with lengths; "" if nothing is."""
+    """Returns the text of an error in the lengths; "" if there is none."""
     sample = (lengths,) if isinstance(lengths, int) else lengths
     if not 1 <= len(sample) <= MOST_LENGTHS:
         return f"{len(sample)} lengths of documents, where there must be 1 to {MOST_LENGTHS}"
@@ -68,14 +68,14 @@ def lengths_problem(lengths: Lengths) -> str:
 
 @functools.lru_cache(maxsize=8)
 def drawn(lengths: Lengths, seq_length: int) -> tuple[Starts, ...]:
-    """Where the documents of some sequences begin; the same ones in every call."""
+    """First tokens of the documents in some drawn sequences; equal in every call."""
     rng = random.Random(_SEED)
     mean = lengths if isinstance(lengths, int) else sum(lengths) / len(lengths)
     count = max(1, min(_SEQUENCES, int(_MOST_DOCUMENTS * mean / seq_length)))
     found: list[Starts] = []
     at, starts = 0, [0]
     while len(found) < count:
-        # The first sequence begins within a document, as all later ones do.
+        # Token 0 counts as a start, also if a document continues from the sequence before.
         at += max(1, round(rng.expovariate(1 / lengths)) if isinstance(lengths, int) else rng.choice(lengths))
         while at >= seq_length:
             found.append(tuple(starts))
@@ -86,11 +86,11 @@ def drawn(lengths: Lengths, seq_length: int) -> tuple[Starts, ...]:
 
 
 def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_layers: float) -> list[float]:
-    """By drawn sequence, pairs of a query and a key that it sees over those without documents, in the mean of layers.
+    """Attention pairs (query, visible key) with documents over those without, by drawn sequence, mean over layers.
 
     Args:
-        window: Keys that a query sees in layers with a sliding window, its own with them; None without.
-        windowed_layers: Share of such layers.
+        window: Keys that a query sees in layers with a sliding window, including its own; None without such layers.
+        windowed_layers: Share of layers with the window.
     """
     share = 0.0 if window is None else windowed_layers
     cutting = Cutting(seq_length, 1, window_tokens=None if window is None else window - 1, window_share=share)
@@ -99,11 +99,11 @@ def shares_left(lengths: Lengths, seq_length: int, window: int | None, windowed_
 
 
 class Shared(NamedTuple):
-    """Holds what context-parallel ranks have to do with each other."""
+    """Traffic between context-parallel ranks, and imbalance of their attention."""
 
-    sent: float  # share of its queries that a rank sends to another one, in the mean: those that see its keys
-    most: float = 1.0  # attention of the rank with most of it over the mean, slice by slice
-    whole: bool = False  # whether documents are on one rank where one has room for them
+    sent: float  # mean share of a rank's queries that are sent to another rank, because they see its keys
+    most: float = 1.0  # largest attention of a rank over the mean, both summed over slices
+    whole: bool = False  # whether documents are placed on one rank if they fit
 
 
 @functools.lru_cache(maxsize=256)
@@ -115,13 +115,13 @@ def shared(
     window: int | None = None,
     keys_per_token: float | None = None,
 ) -> Shared:
-    """Counts what ranks send, and how unequal their attention is.
+    """Counts the queries that ranks send, and the imbalance of their attention.
 
     Args:
-        lengths: Of the documents; None if a sequence is one.
-        slices: Of a sequence, equally long.
-        window: Keys that a query sees, its own with them; None for all of its document.
-        keys_per_token: Of whole documents (:func:`placed_documents`); None where places in a slice say who has what.
+        lengths: Lengths of documents; None if a sequence is one document.
+        slices: Number of equally long slices of a sequence.
+        window: Keys that a query sees, including its own; None for all of its document.
+        keys_per_token: See :func:`placed_documents`, for whole documents; None: fixed blocks of a slice per rank.
     """
     tokens = max(seq_length // slices // (2 * cp), 1) * 2 * cp
     blocks = token_blocks((1,) * cp, tokens)
@@ -132,7 +132,7 @@ def shared(
         starts = tuple(start for start in sequence if start < length)
         begins = frozenset(starts)
         pieces = [documents_in((first, first + tokens), starts) for first in range(0, length, tokens)]
-        held: dict[int, tuple[int, int]] = {}  # of the document: tokens of each rank, and their end
+        held: dict[int, tuple[int, int]] = {}  # tokens of the current document by rank, and the end of the last ones
         for index, documents in enumerate(pieces):
             placed: Sequence[Blocks] = blocks
             if keys_per_token is not None:
@@ -156,10 +156,10 @@ def shared(
 
 
 _SIZES_OF = {MAMBA: "mamba", GATED_DELTA_NET: "delta_net", EXPERTS: "experts", LATENT_ATTENTION: "latent"}
-CONVOLUTION = 4  # tokens that the convolution of a recurrent layer sees
+CONVOLUTION = 4  # kernel size of the convolution in a recurrent layer, in tokens
 MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens of a chunk in the kernels of recurrent layers
 
-FlagValue = bool | int | float | str  # what a flag of Megatron is given: true for a flag without a value
+FlagValue = bool | int | float | str  # value of a flag of Megatron; True for a flag without a value
 
 _FLAGS = data("model_flags.yaml")
 MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
@@ -170,14 +170,14 @@ MODEL_FLAGS: dict[str, tuple[str, Any]] = dict(
         }.items()
     )
 )
-"""Megatron's flags of a model that no other field of a model file stands for: argument, and its default."""
+"""Megatron's model flags for which a model file has no other field: argument and its default."""
 
 TRAINING_FLAGS = frozenset((*_FLAGS["training"], *(flag for feature in FEATURES for flag in feature.training_flags)))
-"""Those of them that do not decide what the model computes from its weights: a user may give others."""
+"""Those of them that do not change the model's function of its weights; the user may override them."""
 MANAGED_FLAGS = (*_FLAGS["managed"], *(flag.removeprefix("--") for feature in FEATURES for flag in feature.sets))
-"""Megatron's flags that the plan, the model file or the scripts set: a second value would contradict them."""
+"""Megatron's flags that the plan, the model file or the scripts set, so that users may not."""
 PART_ARGUMENTS: dict[str, dict[str, tuple[str, Any]]] = _FLAGS["parts"]
-"""Megatron's argument, and its default, of the sizes of a part of the model."""
+"""Megatron's argument and its default for each size, by part of the model."""
 
 
 def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
@@ -190,17 +190,17 @@ def flag_words(flags: Mapping[str, FlagValue]) -> list[str]:
 
 
 def pattern_text(layers: Sequence[int]) -> str:
-    """Ones and zeros by layer in the form of Megatron's flags: ``[1]*2+[0]*3``."""
+    """A list of 0 and 1 by layer in the form of Megatron's flags: ``[1]*2+[0]*3``."""
     return "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(map(int, layers)))
 
 
 def are_first(layers: Sequence[int]) -> bool:
-    """Whether layers are the first ones of a model."""
+    """Whether the layer numbers are 0, 1, 2 and so on."""
     return list(layers) == list(range(len(layers)))
 
 
 def check_flags(flags: Mapping[str, FlagValue]) -> None:
-    """Raise a ValueError for a flag that Megatron's models do not have, or that another field stands for."""
+    """Raise a ValueError for an unknown model flag, one with a field of its own, or a malformed value."""
     for name, value in flags.items():
         if name not in MODEL_FLAGS:
             near = difflib.get_close_matches(name, MODEL_FLAGS, n=1)
@@ -223,23 +223,23 @@ class Experts(Strict):
     count: int = Field(ge=2)  # experts of a layer
     top_k: int = Field(ge=1)
     ffn_hidden_size: int = Field(ge=1)  # width of one expert
-    shared_ffn_hidden_size: int = Field(default=0, ge=0)  # width of the expert that every token passes, 0 without one
-    # layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead
+    shared_ffn_hidden_size: int = Field(default=0, ge=0)  # width of the shared expert, 0 without one
+    # number of layers with an ordinary MLP (of the model's ``ffn_hidden_size``) instead of experts
     dense_layers: int = Field(default=0, ge=0)
-    # whether these are the first layers of the model; else ``flags`` has their ``moe-layer-freq``
+    # whether the dense layers are the first of the model; else ``flags`` has ``moe-layer-freq``
     dense_first: bool = True
-    # all tokens reach their experts; else each expert has a fixed capacity, which is priced only: what a rank drops
-    # depends on its TP size
+    # whether no token is dropped; else each expert has a fixed capacity, for which the planner only estimates costs:
+    # the dropped tokens depend on the TP size
     dropless: bool = True
 
     @property
     def dense_at_start(self) -> int:
-        """Layers at the start of the model that have an ordinary MLP."""
+        """Number of dense layers at the start of the model."""
         return self.dense_layers if self.dense_first else 0
 
     @property
     def runs(self) -> bool:
-        """Whether plans train it: what a rank drops depends on its TP size, and other patterns are not told apart."""
+        """Whether plans can be trained: without dropped tokens, and with all dense layers at the start."""
         return self.dropless and (self.dense_first or not self.dense_layers)
 
     @model_validator(mode="after")
@@ -252,7 +252,7 @@ class Experts(Strict):
 class Latent(Strict):
     """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
 
-    # query_rank, key_value_rank: widths of the compressed queries (0: they are not compressed), and of the compressed
+    # query_rank, key_value_rank: widths of the compressed queries (0: not compressed), and of the compressed
     # keys and values
     query_rank: int = Field(ge=0)
     key_value_rank: int = Field(ge=1)
@@ -264,18 +264,18 @@ class Latent(Strict):
 
     @property
     def compressed(self) -> int:
-        """Returns what a token's keys and values of all heads are made from, the keys' rotary part with it."""
+        """Width per token of the compressed keys and values, with the rotary part of the keys."""
         return self.key_value_rank + self.rope_size
 
     def query_products(self, hidden_size: int, heads: float) -> tuple[tuple[float, float], ...]:
-        """Sizes of the matrices that make queries, ``(outputs, inputs)``."""
+        """Shapes ``(outputs, inputs)`` of the query projections."""
         width = heads * (self.nope_size + self.rope_size)
         if not self.query_rank:
             return ((width, hidden_size),)
         return (self.query_rank, hidden_size), (width, self.query_rank)
 
     def kept(self, heads: int, sliced: bool, again: bool = False) -> int:
-        """Numbers per token that the attention of all heads keeps: its output and its inputs, if not made again."""
+        """Elements per token that attention keeps for backward, all heads: output and, unless recomputed, inputs."""
         inputs = heads * (self.nope_size + self.rope_size)
         return heads * self.value_size + (0 if again else inputs + (0 if sliced else inputs + heads * self.value_size))
 
@@ -286,27 +286,27 @@ class Mamba(Strict):
     # heads, head_size: heads of a layer and their width
     heads: int = Field(ge=1)
     head_size: int = Field(default=64, ge=1)
-    groups: int = Field(default=8, ge=1)  # groups of heads that share what reads and writes the state
-    state_size: int = Field(default=128, ge=1)  # numbers of a state for each number of a head
+    groups: int = Field(default=8, ge=1)  # groups of heads with the same B and C (input and output matrices)
+    state_size: int = Field(default=128, ge=1)  # state elements per channel of a head
 
     @property
     def all_heads(self) -> int:
-        """Heads that the ranks of a replica divide."""
+        """Number of heads, which the ranks of a replica divide."""
         return self.heads
 
     @property
     def travels(self) -> int:
-        """Numbers of a token that context-parallel ranks send each other: inputs and outputs of the recurrence."""
+        """Elements per token in the all-to-alls of context parallelism: inputs and outputs of the recurrence."""
         return self.projected + self.inner
 
     @property
     def inner(self) -> int:
-        """Width of what the output projection reads."""
+        """Input width of the output projection."""
         return self.heads * self.head_size
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of the state of a sequence."""
+        """Elements of the recurrent state of a sequence."""
         return self.inner * self.state_size
 
     @property
@@ -321,17 +321,17 @@ class Mamba(Strict):
 
     @property
     def small_parameters(self) -> int:
-        """Parameters beside the projections: convolution, rates of the heads, gated norm."""
+        """Parameters other than the projections: convolution, values per head, gated norm."""
         return self.convolved * (CONVOLUTION + 1) + 3 * self.heads + self.inner
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of a token in chunks of the recurrence: within its chunk, and from and to the state."""
+        """FLOPs per token of the chunked recurrence: within its chunk, and from and to the state."""
         within = MAMBA_CHUNK * (self.groups * self.state_size + self.inner)
         return 2.0 * (within + 2 * self.state_size * self.inner)
 
     def divides(self, tp: int) -> bool:
-        """Whether TP ranks can have equal parts."""
+        """Whether TP ranks can have equal numbers of heads."""
         return self.heads % tp == 0 and self.groups % tp == 0
 
 
@@ -347,22 +347,22 @@ class DeltaNet(Strict):
 
     @property
     def all_heads(self) -> int:
-        """Heads that the ranks of a replica divide."""
+        """Number of heads, which the ranks of a replica divide."""
         return self.value_heads
 
     @property
     def travels(self) -> int:
-        """Numbers of a token that context-parallel ranks send each other: all but the gate, and the outputs."""
+        """Elements per token in the all-to-alls of context parallelism: inputs without the gate, and outputs."""
         return self.projected
 
     @property
     def inner(self) -> int:
-        """Width of what the output projection reads."""
+        """Input width of the output projection."""
         return self.value_heads * self.value_size
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of the state of a sequence."""
+        """Elements of the recurrent state of a sequence."""
         return self.inner * self.key_size
 
     @property
@@ -377,17 +377,17 @@ class DeltaNet(Strict):
 
     @property
     def small_parameters(self) -> int:
-        """Parameters beside the projections: convolution, rates of the heads, gated norm."""
+        """Parameters other than the projections: convolution, values per head, gated norm."""
         return self.convolved * CONVOLUTION + 2 * self.value_heads + self.value_size
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of a token in chunks of the rule: within its chunk, and from and to the state."""
+        """FLOPs per token of the chunked delta rule: within its chunk, and from and to the state."""
         within = DELTA_CHUNK * (3 * self.key_size + 2 * self.value_size)
         return 2.0 * self.value_heads * (within + 3 * self.key_size * self.value_size)
 
     def divides(self, tp: int) -> bool:
-        """Whether TP ranks can have equal parts."""
+        """Whether TP ranks can have equal numbers of heads."""
         return self.key_heads % tp == 0 and self.value_heads % tp == 0
 
     @model_validator(mode="after")
@@ -398,7 +398,7 @@ class DeltaNet(Strict):
 
 
 def check_pattern(model: Any) -> None:
-    """Raise a ValueError where a hybrid model's pattern is none, or lacks the sizes of a kind of its layers."""
+    """Raise a ValueError for an invalid pattern of a hybrid model, or sizes that do not match its kinds of layers."""
     if not model.pattern:
         lost = [name for name in ("mamba", "delta_net") if getattr(model, name) is not None]
         if lost:
@@ -423,7 +423,7 @@ def check_pattern(model: Any) -> None:
 
 
 def check_sizes(model: Any) -> None:
-    """Raise a ValueError where the sizes of a model (``model.Model``) contradict each other."""
+    """Raise a ValueError if the sizes of a model (``model.Model``) contradict each other."""
     if model.head_size is None and model.hidden_size % model.num_attention_heads:
         raise ValueError(
             f"num_attention_heads = {model.num_attention_heads} does not divide hidden_size = {model.hidden_size}"

@@ -1,4 +1,4 @@
-"""TP groups into nodes, and which node runs which ranks: for planner, ``check`` and launch files."""
+"""Packing of TP groups into nodes, and the ranks of each node: for planner, ``check`` and launch files."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,27 @@ from .cluster import NodeGroup
 
 
 class Room(NamedTuple):
-    """Equal nodes."""
+    """A group of equal nodes, or their devices of one kind."""
 
-    gpu: str  # kind of GPU, as plans name it
+    gpu: str  # kind of GPU, as named in plans
     devices: int  # GPUs in each node
-    # nodes that there are; None: as many as needed
-    count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which nobody needs
-    quota: int | None = None  # GPUs that may be used in all; None: those that there are
-    zone: str = ""  # where they are; empty: unknown
-    shared_node: str = ""  # name of the nodes where other rooms have more devices of the same nodes; empty: none
+    # number of nodes; None: as many as needed
+    count: int | None = None  # type: ignore[assignment]  # hides tuple.count, which is not used
+    quota: int | None = None  # largest number of GPUs that may be used; None: all
+    zone: str = ""  # zone of the nodes; empty: unknown
+    shared_node: str = ""  # name shared by rooms that are devices of the same nodes; empty if there is no other room
 
     @property
     def total(self) -> int | None:
-        """GPUs that may be used; None: as many as needed."""
+        """Number of GPUs that may be used; None: as many as needed."""
         there = None if self.count is None else self.count * self.devices
         return min((n for n in (there, self.quota) if n is not None), default=None)
 
 
 class Seat(NamedTuple):
-    """Where a rank sits: entry of ``cluster.nodes``, node within the entry, GPU within those of the entry in the node.
+    """Position of a rank: entry of ``cluster.nodes``, node within the entry, GPU within the entry's GPUs of the node.
 
-    Entries that are GPUs of the same nodes have the same ``first_pool``, that of the first of them; -1 for others.
+    Entries that are GPUs of the same nodes share ``first_pool``, the index of the first of them; -1 for others.
     """
 
     pool: int
@@ -43,21 +43,21 @@ class Seat(NamedTuple):
 
     @property
     def host(self) -> tuple[int, int]:
-        """The node: the same for all ranks on it, whatever their kinds."""
+        """Identity of the node, equal for all its ranks, also of different kinds of device."""
         return (self.pool if self.first_pool < 0 else self.first_pool), self.node
 
 
-Wanted = tuple[Sequence[int], int]  # rooms that a TP group may sit in, in order of preference, and its size
+Wanted = tuple[Sequence[int], int]  # allowed rooms of a TP group in order of preference, and its size
 
 
 def pack(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | None:
-    """Seats of TP groups, none of which straddles nodes.
+    """Seats of TP groups, each inside one node.
 
-    Nodes are filled in order, so that neighbouring stages share nodes and ranks of a node stay together
-    where that is possible; large TP groups are seated first when small ones would leave gaps.
+    Nodes are filled in order, so that neighbouring stages share nodes if possible.  If the groups do not fit in the
+    given order, the largest are placed first.
 
     Returns:
-        The seats of each group, in the order of ``wanted``; None when they do not fit.
+        The seats of each group, in the order of ``wanted``; None if they do not fit.
     """
     order = range(len(wanted))
     for turns in (order, sorted(order, key=lambda i: -wanted[i][1])):
@@ -69,17 +69,17 @@ def pack(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] | 
 
 
 class _Filled:
-    """A room that is being filled: the first node with enough space is taken, opened if need be."""
+    """Used GPUs of a room: first fit, with a new node when no used one has space."""
 
     def __init__(self, room: Room) -> None:
         self.room, self.total = room, room.total
         self.used: list[int] = []
         self.taken = 0
         self.first = dict.fromkeys(range(room.devices + 1), 0)
-        """Per size, nodes before this one have no space for it (nodes only get fuller)."""
+        """By group size: the first node that may have space for it (nodes only get fuller)."""
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Node and its first GPU for a TP group; None where there is no space."""
+        """Takes GPUs for a TP group; returns the node and its first GPU, or None if there is no space."""
         room = self.room
         if size > room.devices or (self.total is not None and self.taken + size > self.total):
             return None
@@ -117,11 +117,11 @@ def _fill(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] |
 def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list[list[list[Seat]]]:
     """Seats of a plan's ranks, ``[stage][replica][position in replica.ranks]``.
 
-    Rooms are matched by the name of the GPU, and by the zone where the plan says one, in their order.
+    Rooms are matched in order by the name of the GPU, and by the zone if the plan has one.
 
     Raises:
-        PlannerError: A GPU that is not there, a TP group larger than every node with such GPUs, more GPUs
-            than there are, or TP groups that leave gaps in the nodes.
+        PlannerError: An unknown GPU or zone, a TP group larger than every node with such GPUs, more GPUs
+            than the cluster has, or TP groups that do not fit into its nodes.
     """
     wanted: list[Wanted] = []
     for s, stage in enumerate(plan.stages):
@@ -139,7 +139,7 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
 
 
 def _choices(replica: Replica, device: str, rooms: Sequence[Room], where: str, file: str) -> list[int]:
-    """The rooms that a TP group of a replica may sit in, on its kind of device."""
+    """Indices of the rooms that have a replica's kind of device, zone and TP size."""
     choices = [r for r, room in enumerate(rooms) if room.gpu == device]
     if not choices:
         key = f"{where}.{'cp_devices' if replica.cp_devices else 'device'}"
@@ -174,34 +174,34 @@ def _too_many(plan: Plan, rooms: Sequence[Room], file: str) -> PlannerError:
     return PlannerError(file, "stages[*].replicas[*].ranks", sizes, problem, hint)
 
 
-# Which node runs which ranks: the part of a launch that plan and cluster decide together.
+# Ranks of each node in a launch, from plan and cluster.
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """One node of the launch."""
 
-    kind: str  # name of its group of nodes; of the first one where it has devices of several kinds
-    ranks: tuple[int, ...]  # the plan's ranks on it, by local rank
-    host: str = ""  # its name, if known
-    kinds: tuple[str, ...] = ()  # name of the kind of every local rank, where kinds share such nodes; else empty
-    devices: tuple[int, ...] = ()  # number of the device of every local rank there
+    kind: str  # name of its node group; with devices of several kinds, that of the first used one
+    ranks: tuple[int, ...]  # the plan's ranks on this node, by local rank
+    host: str = ""  # host name, if known
+    kinds: tuple[str, ...] = ()  # node group of every local rank's device, if several share the node; else empty
+    devices: tuple[int, ...] = ()  # device number of every local rank in such a node; else empty
 
     @property
     def name(self) -> str:
-        """The kinds of its devices."""
+        """Names of the node groups of its devices, joined with ``+``."""
         return " + ".join(dict.fromkeys(self.kinds)) or self.kind
 
     def kind_of(self, rank: int) -> str:
-        """Name of the kind of a rank's device."""
+        """Name of the node group of a rank's device."""
         return self.kinds[self.ranks.index(rank)] if self.kinds else self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Equal nodes in a row, named after the kind of the first: one component of a heterogeneous job."""
+    """Nodes with equal resources: one component of a heterogeneous job of Slurm."""
 
-    kind: str  # name of the node kind
+    kind: str  # name of the first node's group
     per_node: int  # ranks of each node
     nodes: tuple[Node, ...]
     is_whole: bool = False  # whether the ranks use all devices of every node
@@ -213,10 +213,10 @@ class Component:
 
 
 def place(plan: Plan, kinds: Mapping[str, NodeGroup]) -> list[Node]:
-    """Nodes filled with replicas as the planner does, rank 0's first; a TP group never straddles two nodes.
+    """The nodes of a plan with their ranks, by :func:`seat_replicas` like in the planner; rank 0's node is the first.
 
     Raises:
-        PlannerError: An unknown kind, a TP group larger than a node, too few nodes.
+        PlannerError: See :func:`seat_replicas`.
     """
     names = list(kinds)
     rooms = [Room(k.gpu, k.gpus_per_node, k.count, k.quota, k.zone, k.shared_node) for k in kinds.values()]
@@ -225,7 +225,7 @@ def place(plan: Plan, kinds: Mapping[str, NodeGroup]) -> list[Node]:
         for replica, seats in zip(stage.replicas, seated):
             for rank, seat in zip(replica.ranks, seats):
                 name = names[seat.pool]
-                # The local ranks of a node count its devices, where it matters which one a rank has.
+                # In a node with several kinds local ranks are ordered by device number, else by rank.
                 device = kinds[name].devices[seat.gpu] if kinds[name].shared_node else 0
                 found.setdefault(seat.host, []).append((device, rank, name))
     nodes = []
@@ -238,9 +238,9 @@ def place(plan: Plan, kinds: Mapping[str, NodeGroup]) -> list[Node]:
 
 
 def asked_gres(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
-    """Slurm's generic resources of a node with their numbers; empty on CPU nodes.
+    """Slurm's generic resources to request for a node, with their numbers; empty on CPU nodes.
 
-    Of a node with several kinds: so many of each, where each has a name of its own, else all of the node.
+    For a node with several kinds: the used number of each kind if each has its own name, else all of the node.
     """
     kind = kinds[node.kind]
     if not node.kinds or not kind.slurm.gres:
@@ -251,7 +251,7 @@ def asked_gres(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
 
 
 def chosen_devices(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
-    """Devices that the ranks of a node have to choose themselves, as ``CUDA_VISIBLE_DEVICES``; else empty."""
+    """``CUDA_VISIBLE_DEVICES`` for a node with several kinds, if Slurm cannot select the used devices; else empty."""
     kind = kinds[node.kind]
     if not node.kinds or (kind.slurm.gres and _has_names(kind, kinds)):
         return ""
@@ -261,12 +261,12 @@ def chosen_devices(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
 
 
 def devices_of(node: Node, kinds: Mapping[str, NodeGroup]) -> list[str]:
-    """Kind of the device of every local rank, as plans call it."""
+    """Kind of GPU of every local rank, as named in plans."""
     return [kinds[name].gpu for name in node.kinds or [node.kind] * len(node.ranks)]
 
 
 def device_words(node: Node, kinds: Mapping[str, NodeGroup]) -> str:
-    """The devices of a node as ``het-run --device`` takes them."""
+    """The devices of a node in the form of ``het-run --device``."""
     if not node.kinds:
         return kinds[node.kind].gpu
     return ",".join(f"{name}*{len(list(members))}" for name, members in groupby(devices_of(node, kinds)))
@@ -281,13 +281,13 @@ def _devices_of_nodes(kind: NodeGroup, kinds: Mapping[str, NodeGroup]) -> int:
 
 
 def _has_names(kind: NodeGroup, kinds: Mapping[str, NodeGroup]) -> bool:
-    """Whether Slurm has a name of its own for every kind of these nodes."""
+    """Whether the ``gres`` of all kinds in these nodes are different and include a type (``gpu:a100``)."""
     names = [k.slurm.gres or "" for k in _in_same_nodes(kind, kinds)]
     return len(set(names)) == len(names) and all(":" in name for name in names)
 
 
 def whole_kind(node: Node, kinds: Mapping[str, NodeGroup]) -> NodeGroup:
-    """The kind of a node; of one with several kinds, all of them together."""
+    """The node group of a node; for a node with several kinds, a group with all of its devices."""
     kind = kinds[node.kind]
     if not node.kinds:
         return kind
@@ -297,11 +297,11 @@ def whole_kind(node: Node, kinds: Mapping[str, NodeGroup]) -> NodeGroup:
 
 
 def components(nodes: Sequence[Node], kinds: Mapping[str, NodeGroup]) -> list[Component]:
-    """Group nodes that the launcher sees as equal; the component with rank 0 comes first."""
+    """Group nodes that need equal resources; the component with rank 0 comes first."""
     groups: dict[tuple[tuple[object, ...], int, tuple[int, ...]], list[Node]] = {}
     for node in nodes:
         kind, ranks = whole_kind(node, kinds), len(node.ranks)
-        # What is asked for the ranks of a node counts, not what else the node has.
+        # Compare the CPU cores that are requested for the ranks, not those of the node.
         slurm = kind.slurm.model_copy(update={"cpus": kind.cores(ranks)})
         seen = kind.gpu, kind.zone, kind.python, kind.shared_node, slurm
         groups.setdefault((seen, ranks, node.devices), []).append(node)

@@ -1,7 +1,7 @@
-"""Records that ``profile`` measures and the planner reads: plain dataclasses with units in their names.
+"""Schema of ``profile.json``, which ``profile`` writes and the planner reads: dataclasses with units in their names.
 
-Writing needs the standard library only (it happens on compute nodes); reading is strict and
-uses pydantic: unknown keys, missing keys, wrong types and negative numbers are errors that name
+Writing needs only the standard library, because it runs on compute nodes.  Reading uses
+pydantic and is strict: unknown keys, missing keys, wrong types and negative numbers are errors that name
 the file, the key and the value.
 """
 
@@ -25,7 +25,7 @@ MEASURED_AS: dict[str, LayerKind] = {
     MLP: "mlp",
     EXPERTS: "experts",
 }
-"""Layers of a hybrid model, by their symbols in a pattern."""
+"""Measured layer kind of a hybrid model's layers, by their symbols in a pattern."""
 LinkScope = Literal["device", "node", "network"]
 Operation = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 
@@ -34,7 +34,7 @@ TIMES = ("forward_s", "backward_s", "update_s", "fixed_forward_s", "fixed_backwa
 
 
 class _Strict:
-    """A record that is read with no keys but its own."""
+    """A record for which pydantic refuses unknown keys."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -42,18 +42,18 @@ class _Strict:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledExperts(_Strict):
-    """Layers of experts that were measured; ``dense`` says that the model has layers without experts, too."""
+    """The measured mixture-of-experts layers."""
 
     count: int
     top_k: int
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
-    dense: bool = False
+    dense: bool = False  # whether the model also has layers without experts
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledLatent(_Strict):
-    """Multi-head latent attention that was measured; fields as in a model file."""
+    """The measured multi-head latent attention; fields as in a model file."""
 
     query_rank: int
     key_value_rank: int
@@ -64,9 +64,9 @@ class ProfiledLatent(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class ProfiledModel(_Strict):
-    """The model the figures belong to; a profile of another model or precision is refused.
+    """The measured model; the planner refuses a profile of another model or precision.
 
-    Tied or not, dropout and similar switches do not change the figures enough to matter here.
+    Tied embeddings, dropout and similar switches are not recorded, because they hardly change the times.
     """
 
     hidden_size: int
@@ -82,7 +82,7 @@ class ProfiledModel(_Strict):
     latent: ProfiledLatent | None = None
     window: int = 0  # keys that a query sees in layers with a sliding window, 0 without such layers
     windowed: bool = True  # whether all layers have the window
-    sequence_parallel: bool = False  # TP groups were measured with divided sequences
+    sequence_parallel: bool = False  # whether TP groups were measured with sequence parallelism
     kinds: str = ""  # of a hybrid model: the symbols of its layers, each once
 
 
@@ -110,26 +110,23 @@ class LayerTiming(_Strict):
     # tokens of the same sequence before this slice that attention also reads (0 without slices)
     context_tokens: int = 0
     recompute: Literal["none", "selective", "full"] = "none"  # Megatron's activation recompute granularity
-    workspace_bytes: int = 0  # largest temporary allocation beyond that, during forward or backward
-    # fixed_forward_s, fixed_backward_s: what of these times comes once per pass, however many layers it goes through;
-    # the rest comes with every layer
+    workspace_bytes: int = 0  # largest temporary memory in addition, during forward or backward
+    # fixed_forward_s, fixed_backward_s: part of forward_s and backward_s that is spent once per pass, for any number
+    # of layers; the rest is spent per layer
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
-    # forward and backward while the other processes of the machine wait; 0 where it was not measured
+    # forward and backward while the other processes of the machine are idle; 0 if not measured
     alone_s: float = 0.0
-    ep: int = 1  # parts of the TP group over which experts are divided
-    windowed: bool = False  # with the model's sliding window
+    ep: int = 1  # expert-parallel size, over the ranks of the TP group
+    windowed: bool = False  # whether the layer has the model's sliding window
 
 
 @dataclass(frozen=True, slots=True)
 class LargestBatch(_Strict):
-    """The largest micro batch that ran without running out of memory (Poplar, Algorithm 1).
-
-    ``layers`` is the number of transformer layers that were held while searching.
-    """
+    """The largest micro batch that fits into memory (Poplar, Algorithm 1)."""
 
     tp: int
-    layers: int
+    layers: int  # number of transformer layers of the model in the search
     micro_batch_size: int
     recompute: Literal["none", "selective", "full"] = "none"
 
@@ -140,13 +137,13 @@ class DeviceProfile(_Strict):
 
     kind: str  # name of the device kind, as in the cluster file's ``gpu``
     memory_bytes: int
-    gpus_per_node: int  # devices in the node that was measured
+    gpus_per_node: int  # devices in the measured node
     timings: list[LayerTiming] = field(default_factory=list)  # one entry per layer kind and operating point
     # results of the search for the largest micro batch
     largest_batches: list[LargestBatch] = field(default_factory=list)
     reserved_bytes: int = 0  # device memory used before any model exists (context, communicator buffers)
-    # host_to_device_bytes_per_s, device_to_host_bytes_per_s: offload bandwidth; None where there is no separate host
-    # memory (CPU)
+    # host_to_device_bytes_per_s, device_to_host_bytes_per_s: offload bandwidth; None without separate host memory
+    # (CPU)
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
 
@@ -176,8 +173,8 @@ class LinkProfile(_Strict):
 class Profile(_Strict):
     """A ``profile.json``.
 
-    ``complete`` is False in the file of an interrupted run, from which profiling resumes; the
-    planner refuses it unless told otherwise.
+    ``complete`` is False in the file of an interrupted run, from which profiling resumes; by default the
+    planner refuses such a file.
     """
 
     model: ProfiledModel
@@ -192,7 +189,7 @@ class Profile(_Strict):
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile; an existing file is replaced only by a complete one."""
+    """Write a profile atomically: an existing file is replaced by a completely written one."""
     write_json(path, {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(profile)})
 
 
@@ -217,14 +214,14 @@ def profile_from_document(document: Any, file: str) -> Profile:
     body = {k: v for k, v in document.items() if k not in ("format", "version")}
     profile: Profile = validated(Profile, body, file)
     _check_numbers(asdict(profile), file, "")
-    # Kinds of devices are names: they are shown in tables and compared with the cluster file's.
+    # Kinds of devices are names: they are printed in tables and compared with those of the cluster file.
     names = [(f"devices[{i}].kind", device.kind) for i, device in enumerate(profile.devices)]
     for i, link in enumerate(profile.links):
         names += [(f"links[{i}].first_kind", link.first_kind), (f"links[{i}].second_kind", link.second_kind)]
     for key, name in [("model.name", profile.model.name), *names]:
         if problem := text_problem(name):
             raise PlannerError(file, key, name, problem)
-    # One entry per device kind, and one timing per operating point: of two, neither is known to be right.
+    # One entry per device kind, and one timing per operating point; duplicates would be ambiguous.
     kinds: dict[str, int] = {}
     for d, device in enumerate(profile.devices):
         if kinds.setdefault(device.kind, d) != d:
@@ -256,7 +253,7 @@ _MAY_BE_ZERO = (
 
 
 def _check_numbers(value: Any, file: str, key: str) -> None:
-    """Every number is finite and positive (a few kinds may be zero)."""
+    """Refuse numbers that are not finite and positive; some fields may be zero."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check_numbers(item, file, f"{key}.{name}" if key else name)
