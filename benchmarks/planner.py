@@ -1,4 +1,4 @@
-"""The planner measured: accuracy, quality, speed, the published clusters, and runs on this machine.
+"""Benchmarks of the planner: accuracy, quality, speed, the published clusters, and runs on this machine.
 
     python -m benchmarks.planner --json OUT [--cases 30]
         [--only accuracy,catalog,families,quality,speed,pools,zorse,gloo,nodes,hybrid] [--pools 40]
@@ -6,8 +6,8 @@
 
 Keys of the JSON: ``time_error``, ``memory_error`` (mean absolute relative errors on published runs),
 ``worst_gap_to_brute_force``, ``search_cpu_s`` and ``bound_gap`` (by case), ``promised_over_emitted`` (the largest
-quotient of the simulated plan and the promise), numbers of random clusters on which the plan is worse than another by
-more than 1 % (``benchmarks.planner_gap`` says which), and details under the section names.
+ratio of the written plan's simulated time to the predicted one), numbers of random clusters on which a plan is worse by
+more than 1 % than another (see ``benchmarks.planner_gap``), and details under the section names.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tools.planner.search.outcome import Goal
 
 
 def accuracy() -> dict[str, Any]:
-    """Predicted against published measurements, one set of constants; and with each run left out."""
+    """Compare predictions with published measurements: one set of constants, and with each run left out of the fit."""
     from benchmarks.published.accuracy import MEMORY_GRID, TIME_GRID, calibrate, compare
 
     found = compare()
@@ -61,7 +61,7 @@ def accuracy() -> dict[str, Any]:
 
 
 def quality(count: int) -> dict[str, Any]:
-    """Gap to exhaustive enumeration on random small clusters."""
+    """Measure the gap to exhaustive enumeration on random small clusters."""
     rows = []
     for seed in range(count):
         rows.append(compare_case(seed))
@@ -96,9 +96,9 @@ def _search_row(name: str, estimator: Any) -> dict[str, Any]:
 
 
 def speed() -> dict[str, Any]:
-    """CPU seconds of the search for the required cases."""
+    """Measure the CPU seconds of the search for the required cases."""
     first = cases.measured("OPT-350", cases.Cluster(nodes=(cases.reference_nodes("A100-40", 1),)), 64)
-    search("auto", first, Goal())  # imports are not the search
+    search("auto", first, Goal())  # imports are not counted as search time
     rows = [_search_row(name, estimator) for name, estimator in cases.search_cases().items()]
     ratios = [r["promised_over_emitted"] for r in rows if r.get("promised_over_emitted") is not None]
     return {
@@ -110,7 +110,7 @@ def speed() -> dict[str, Any]:
 
 
 def zorse() -> dict[str, Any]:
-    """The Zorse paper's clusters: this planner, and even splits with ZeRO-2, beside the paper's Table 5."""
+    """Plan the Zorse paper's clusters: this planner, and even splits with ZeRO-2, beside the paper's Table 5."""
     rows = []
     for (name, model_name), (paper, paper_hfu, paper_even) in cases.ZORSE_TABLE_5.items():
         cluster, sequence = cases.zorse_cluster(name)
@@ -140,7 +140,7 @@ def zorse() -> dict[str, Any]:
 
 
 def gloo(saved: Path | None) -> dict[str, Any]:
-    """Real runs over gloo on this machine."""
+    """Compare predictions with real runs over gloo on this machine."""
     from benchmarks.planner_gloo import CASES, measure
 
     case = CASES["dense"]
@@ -151,7 +151,7 @@ def gloo(saved: Path | None) -> dict[str, Any]:
 def pools(
     options: argparse.Namespace, known: list[dict[str, Any]], figures: Collection[str] = planner_gap.COUNTS
 ) -> dict[str, Any]:
-    """Random clusters: the plan against what less would give."""
+    """Compare the plans of random clusters with those of smaller clusters and of weaker searches."""
     rows = [row for row in known if "objective" in row]
     for _ in planner_gap.compared(options, rows, figures):
         pass
@@ -159,7 +159,7 @@ def pools(
 
 
 def _joined(key: str, before: Any, now: Any) -> Any:
-    """A figure of several sections: gaps by case side by side, the largest quotient."""
+    """Merge a figure of two sections: gaps by case, and the larger ratio."""
     if before is None:
         return now
     if key == "bound_gap":

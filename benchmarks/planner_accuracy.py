@@ -1,8 +1,8 @@
-"""The catalog's predictions against published runs that have no profile, also with whole families left out.
+"""Compares the catalog's predictions with published runs without a profile, also with whole families left out.
 
     python -m benchmarks.planner_accuracy --json OUT [--mpt FILE] [--bridge FILE] [--dgxc FILE]
 
-``--mpt``, ``--bridge`` and ``--dgxc`` take other tables with the same columns: the shipped constants predict them.
+``--mpt``, ``--bridge`` and ``--dgxc`` take other tables with the same columns, which the shipped constants predict.
 """
 
 import json
@@ -30,7 +30,7 @@ from tools.planner.inputs.files import write_json
 
 
 def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
-    """Mean absolute errors of the shipped constants by kind of model, and every run."""
+    """Returns the mean absolute errors of the shipped constants by kind of model, and every run."""
     errors = relative_errors(runs, runtime_of(runs[0].source))
     kinds = sorted({r.kind for r in runs})
     return {
@@ -44,7 +44,7 @@ def shipped(runs: Sequence[PublishedRun]) -> dict[str, Any]:
 
 
 def held_out(runs: Sequence[PublishedRun], families: Sequence[str]) -> dict[str, Any]:
-    """Errors by source and kind with each family left out, and how many runs the printed uncertainty covers."""
+    """Returns errors by source and kind with each family left out, and the share of runs in the printed uncertainty."""
     out: dict[str, Any] = {}
     for by in families:
         rows: dict[str, list[float]] = {}
@@ -55,7 +55,7 @@ def held_out(runs: Sequence[PublishedRun], families: Sequence[str]) -> dict[str,
 
 
 def _covered(name: str, errors: Sequence[float]) -> float | None:
-    """Share of runs inside what reports print; none for a runtime that plans do not have."""
+    """Returns the share of runs within the printed uncertainty; None for a runtime that plans do not use."""
     if name.startswith("mpt"):
         return None
     seen = EXPERTS if name.endswith("moe") else DENSE
@@ -63,7 +63,7 @@ def _covered(name: str, errors: Sequence[float]) -> float | None:
 
 
 def catalog() -> dict[str, Any]:
-    """All tables."""
+    """Returns the errors of all tables."""
     tables = {name: read_runs(name) for name in TABLES}
     body: dict[str, Any] = {name: shipped(runs) for name, runs in tables.items()}
     megatron = [*tables["bridge"], *tables["dgxc"]]
@@ -84,7 +84,7 @@ def catalog() -> dict[str, Any]:
 
 
 def families() -> dict[str, Any]:
-    """Profiled runs of the Sailor project, with each family (model and cluster) left out of the calibration."""
+    """Returns errors on Sailor's profiled runs, with each family (model and cluster) left out of the calibration."""
     from benchmarks.published.accuracy import MEMORY_GRID, TIME_GRID, family_errors
 
     times, memory = family_errors(TIME_GRID, False), family_errors(MEMORY_GRID, True)
@@ -100,7 +100,7 @@ SECTIONS = {"catalog": catalog, "families": families}
 
 
 def main() -> None:
-    """Predict the shipped tables, or those given."""
+    """Predict the shipped tables, or the given ones."""
     parser = command_line("benchmarks.planner_accuracy", __doc__)
     for name in TABLES:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")

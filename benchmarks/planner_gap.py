@@ -1,14 +1,14 @@
-"""Plans of random clusters against what less would give, and against regular plans as an expert would write them down.
+"""Compares plans of random clusters with those of less effort or fewer GPUs, and with an expert's regular plans.
 
     python -m benchmarks.planner_gap --json OUT [--first 0] [--pools 60] [--models dense,experts,vocabulary]
         [--objectives throughput,cost]
 
-What OUT has already is kept, so that a run can be stopped and taken up again.  Numbers of cases in which the
-search's plan is worse, by more than 1 %, than what it finds with a node less, on one kind of GPU or with fewer
+Rows in OUT are kept, so that a run can be interrupted and continued.  Counted are the cases in which the
+search's plan is worse, by more than 1 %, than the plan it finds with one node less, on one kind of GPU or with fewer
 schedules, than the best of 2,000 random plans, and than the best regular one (``COUNTS``); ``plain_share`` is the share
 of plans with at most one kind of stage per kind of GPU.
 
-The generator of regular plans knows nothing of the search.  Its plans have stages of equally many replicas of one kind
+The generator of regular plans does not use the search.  Its plans have stages of equally many replicas of one kind
 each, or stages that all have the same replicas of every kind, TP inside nodes, layers by speed, every schedule, slices
 and chunks, whole and split vocabularies, and experts whole or cut.
 """
@@ -42,16 +42,16 @@ LEAST_TOKENS = 128
 MOST_OPERATIONS = 60_000
 SIMULATED = 8  # plans that look best by the closed form are simulated
 TOLERANCE = 0.01
-ENOUGH = 4_000  # plans of a cluster at least, where its stages can be cut in so many ways
+ENOUGH = 4_000  # least plans of a cluster, if its stages can be cut in so many ways
 
 Stages = list[tuple[Group, ...]]
 
 
 def best_regular(estimator: Estimator, goal: Goal, most: int = 4 * ENOUGH) -> tuple[float, Candidate | None, int]:
-    """The value of the best regular plan, the plan, and how many there were.
+    """Returns the value of the best regular plan, the plan, and the number of plans.
 
     Args:
-        most: So many plans are priced at most, spread over all that there are.
+        most: Most plans to price, spread evenly over all of them.
     """
     plans = list(regular_plans(estimator))
     plans = plans[:: max(1, len(plans) // most)]
@@ -80,7 +80,7 @@ def best_regular(estimator: Estimator, goal: Goal, most: int = 4 * ENOUGH) -> tu
 
 
 def regular_plans(estimator: Estimator) -> Iterator[Candidate]:
-    """All of them that the schedules may run."""
+    """Yields all regular plans that the schedules may run."""
     model = estimator.model
     zero = int(model.distributed_optimizer)
     for stages, (batch, recompute) in product(_shapes(estimator), product(SIZES, model.recompute)):
@@ -101,7 +101,7 @@ def regular_plans(estimator: Estimator) -> Iterator[Candidate]:
 
 
 def _scheduled(estimator: Estimator, plain: Candidate) -> Iterator[Candidate]:
-    """Under every schedule."""
+    """Yields the plan under every schedule."""
     count, length = len(plain.stages), estimator.model.seq_length
     yield plain
     if count == 1:
@@ -114,7 +114,7 @@ def _scheduled(estimator: Estimator, plain: Candidate) -> Iterator[Candidate]:
 
 
 def _shapes(estimator: Estimator) -> Iterator[Stages]:
-    """Replicas of every stage: of one kind each, in both orders; or the same of every kind in all."""
+    """Yields the replicas of every stage: each stage of one kind, in both orders; or all kinds in every stage."""
     nodes, most = estimator.cluster.nodes, estimator.model.num_layers
     pools = range(len(nodes))
     for count in (1, 2, 3):
@@ -145,12 +145,12 @@ def _shapes(estimator: Estimator) -> Iterator[Stages]:
 
 
 def _widths(most: int) -> list[int]:
-    """Powers of two and three times such."""
+    """Returns powers of two, and three times powers of two."""
     return [n for n in range(1, most + 1) if n & (n - 1) == 0 or (n % 3 == 0 and (n // 3) & (n // 3 - 1) == 0)]
 
 
 def _expert_parallel(estimator: Estimator, stages: Stages) -> list[tuple[int, bool]]:
-    """Experts cut; whole ones as far as there are TP ranks; over replicas (True), as stock Megatron divides them."""
+    """Yields ways to divide experts: cut; whole, over TP ranks; over replicas (True), as stock Megatron does."""
     x, most = estimator.model.experts, max(g.tp for groups in stages for g in groups)
     if x is None:
         return [(1, False)]
@@ -159,7 +159,7 @@ def _expert_parallel(estimator: Estimator, stages: Stages) -> list[tuple[int, bo
 
 
 def _layers(estimator: Estimator, stages: Stages, like: Candidate, split: bool) -> list[int] | None:
-    """By speed, one after the other to the stage that is done with it first; None where a kind has no figures."""
+    """Returns layers by speed, each given to the stage that would finish it first; None if a kind has no figures."""
     rates, ends, last = [], [], len(stages) - 1
     for s, groups in enumerate(stages):
         units = [(g.count, estimator.unit_of(like, g)) for g in groups]
@@ -187,7 +187,7 @@ COUNTS = (
 
 
 def compare(row: dict[str, Any], figures: Collection[str] = COUNTS) -> Iterator[None]:
-    """Adds to a row what it lacks: the search's plan of a random cluster, and by how much each other one is better.
+    """Fill missing figures of a row: the search's plan of a random cluster, and the gain of each other plan over it.
 
     Args:
         row: ``seed``, ``model`` and ``objective``, and what was found before.
@@ -216,13 +216,13 @@ def compare(row: dict[str, Any], figures: Collection[str] = COUNTS) -> Iterator[
         yield
     for name, other in others.items():
         if name in set(figures) - row.keys():
-            gc.collect()  # a search leaves a million objects that refer to each other
+            gc.collect()  # a search leaves a million objects in reference cycles
             row[name] = row["fastest"] / other() - 1
             yield
 
 
 def _planned(estimator: Estimator, goal: Goal) -> dict[str, Any]:
-    """What the search finds, as users run it; ``fastest`` is the best value, also where a plainer plan was taken."""
+    """Returns the search's plan as users get it; ``fastest`` is the best value, though a regular plan may be taken."""
     outcome = search("auto", estimator, goal)
     row = {"gpus": " + ".join(f"{n.quota} {n.gpu}" for n in estimator.cluster.nodes), "cpu_s": outcome.cpu_s}
     if outcome.best is None:
@@ -239,7 +239,7 @@ def _planned(estimator: Estimator, goal: Goal) -> dict[str, Any]:
 
 
 def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers of cases that are worse, the largest share by which one is, and the cases."""
+    """Returns the numbers of worse cases, the largest share, and the cases."""
     planned = [row for row in rows if row["found"] is not None]
     by_name = {name: [row[name] for row in planned if name in row] for name in COUNTS}
     by_name = {name: shares for name, shares in by_name.items() if shares}
@@ -252,7 +252,7 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, pools: int) -> None:
-    """Which random clusters, with which models, for which objectives."""
+    """Add the arguments for random clusters, models and objectives."""
     parser.add_argument("--pools", type=int, default=pools, help="random clusters (default %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first of these clusters (default 0)")
     parser.add_argument("--models", default="dense", help="dense, experts, vocabulary (default dense)")
@@ -262,7 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser, pools: int) -> None:
 def compared(
     options: argparse.Namespace, rows: list[dict[str, Any]], figures: Collection[str] = COUNTS
 ) -> Iterator[list[dict[str, Any]]]:
-    """All cases, known ones among them, after each figure that was not known."""
+    """Yields all cases, known ones included, after each new figure."""
     known = {(row["seed"], row["model"], row["objective"]): row for row in rows}
     seeds = range(options.first, options.first + options.pools)
     for case in product(seeds, options.models.split(","), options.objectives.split(",")):
@@ -276,7 +276,7 @@ def compared(
 
 
 def main() -> None:
-    """The cases that are asked for and not there yet."""
+    """Compute the requested cases that OUT lacks."""
     parser = command_line("benchmarks.planner_gap", __doc__)
     add_arguments(parser, 60)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The cost model against real runs on this machine: profile pinned processes, predict plans, run them.
+"""Compares the cost model with real runs on this machine: profile pinned processes, predict plans, run them.
 
     python -m benchmarks.planner_gloo --json OUT [--rounds N] [--model dense|moe|hybrid]
 
@@ -7,7 +7,7 @@ keeps them.  One set of predictions from the profile; nothing is fitted to the r
 
 Virtual machines change their speed by tens of percent within minutes, so everything is measured in
 rounds: profile, all plans, profile, all plans, ...  Predictions come from the medians of the profiles, and are
-compared with the medians of the runs.  A file that exists gets further rounds.
+compared with the medians of the runs.  An existing file gets further rounds.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _MOE = _DENSE | {"name": "tiny-moe", "experts": Experts(count=4, top_k=2, ffn_hi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, what of it is profiled, and the plans that train it."""
+    """A model, the sizes to profile, and the plans that train it."""
 
     model: Model
     plans: tuple[Candidate, ...]
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def per_node(self) -> int:
-        """Processes that count as one node."""
+        """Number of processes that count as one node."""
         return max(self.tp)
 
 
@@ -114,7 +114,7 @@ CASES = {
 
 
 def measured_profile(case: Case, folder: Path, devices: list[CpuDevice]) -> Profile:
-    """Layers at the micro batch sizes of the plans, all devices at once, and the link between them."""
+    """Profile layers at the micro batch sizes of the plans on all devices at once, and the link between them."""
     settings = ProfileSettings(
         model=case.model.profiled,
         out=str(folder / "profile.json"),
@@ -130,13 +130,13 @@ def measured_profile(case: Case, folder: Path, devices: list[CpuDevice]) -> Prof
 
 
 def estimator_of(case: Case, profile: Profile) -> Estimator:
-    """The planner's model of this machine."""
+    """Returns the planner's model of this machine."""
     cluster = processors(PROCESSES // case.per_node, case.per_node, is_processor=True)
     return Estimator(cluster, case.model, MeasuredCosts(case.model, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
 
 
 def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str, Any]:
-    """Write the plan; its predicted figures."""
+    """Write the plan; returns its predicted figures."""
     estimate = estimator.estimate(candidate)
     assert estimate is not None
     plan = build_plan(estimator, candidate, estimate)
@@ -159,7 +159,7 @@ def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str,
 
 
 def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) -> Job:
-    """The training of a plan file."""
+    """Returns the job that trains a plan file."""
     plan = load_plan(file)
     words = model_arguments(plan, case.model)
     words += [*data.arguments, "--data-cache-path", str(Path(data.train_prefix).parent / "cache")]
@@ -177,7 +177,7 @@ def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) ->
 
 
 def measure_round(case: Case, folder: Path) -> dict[str, Any]:
-    """Profile, then run every plan: raw figures."""
+    """Profile, then run every plan; returns the raw figures."""
     cores = available_cores()[:PROCESSES]
     if len(cores) < PROCESSES:
         raise SystemExit(f"this machine offers {len(cores)} core(s); the runs need {PROCESSES}")
@@ -202,7 +202,7 @@ def measure_round(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def median_profile(profiles: list[Profile]) -> Profile:
-    """The median of every time and rate."""
+    """Returns a profile with the median of every time and rate."""
     first = profiles[0]
     devices = []
     for d, device in enumerate(first.devices):
@@ -224,7 +224,7 @@ def median_profile(profiles: list[Profile]) -> Profile:
 
 
 def summary(case: Case, rounds: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Predicted beside measured, over all rounds."""
+    """Returns predicted and measured figures over all rounds."""
     profiles = []
     for i, one in enumerate(rounds):
         (folder / f"profile-{i}.json").write_text(json.dumps(one["profile"]), encoding="utf-8")
@@ -257,7 +257,7 @@ def summary(case: Case, rounds: list[dict[str, Any]], folder: Path) -> dict[str,
 
 
 def measure(case: Case, count: int, out: Path | None = None) -> dict[str, Any]:
-    """``count`` more rounds; written after each when there is a file."""
+    """Measure ``count`` more rounds; the file, if any, is written after each."""
     rounds: list[dict[str, Any]] = json.loads(out.read_text())["rounds"] if out is not None and out.exists() else []
     result: dict[str, Any] = {}
     for _ in range(max(1, count) if not rounds else count):

@@ -1,7 +1,7 @@
-"""What cuts inside of layers gain over whole layers: three mixed clusters, simulated, and two cores of this machine.
+"""Gain of cuts inside of layers over whole layers: three mixed clusters, simulated, and two cores of this machine.
 
 The section ``hybrid`` of ``benchmarks.planner``.  Every model is planned twice: as a GPTModel, whose stages have whole
-layers, and as the equal hybrid model, whose stages begin at attention or at what follows it.
+layers, and as the equal hybrid model, whose stages begin at attention or at the MLP or experts after it.
 """
 
 import sys
@@ -30,7 +30,7 @@ LLAMA_13B = model_of(name="Llama 13B", layers=40, hidden=5120, ffn=13824, heads=
 
 
 def clusters() -> dict[str, tuple[Cluster, Model]]:
-    """Mixed clusters and their models."""
+    """Returns mixed clusters and their models."""
     return {
         "16 H100, 16 A100-80: Llama 70B": (cluster_of(("H100-SXM", 2, 8, 50e9), ("A100-80", 2, 8, 50e9)), LLAMA_70),
         "8 H100, 16 A100-40: Mixtral 8x7B": (cluster_of(("H100-SXM", 1, 8, 50e9), ("A100-40", 2, 8, 50e9)), MIXTRAL),
@@ -39,7 +39,7 @@ def clusters() -> dict[str, tuple[Cluster, Model]]:
 
 
 def hybrid_twin(model: Model) -> Model:
-    """The hybrid model that is equal to a GPTModel of equal layers."""
+    """Returns the hybrid model that is equal to a GPTModel of equal layers."""
     layer = ATTENTION + (MLP if model.experts is None else EXPERTS)
     values = {name: getattr(model, name) for name in Model.model_fields}
     values |= {"name": f"{model.name}, hybrid", "pattern": layer * model.num_layers, "num_layers": 2 * model.num_layers}
@@ -53,12 +53,12 @@ def _simulated_s(estimator: Estimator, candidate: Candidate) -> float:
 
 
 def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
-    """The best plans of whole layers and of parts of them."""
+    """Returns the best plans with whole layers and with parts of layers."""
     whole = search("auto", with_catalog(cluster, model), Goal(), Progress(SEARCH_S), robust=False)
     estimator = with_catalog(cluster, hybrid_twin(model))
     parts = search("auto", estimator, Goal(), Progress(SEARCH_S), robust=False)
     assert whole.best is not None and parts.best is not None
-    # Plans of whole layers are plans of the twin too.
+    # Plans with whole layers are plans of the hybrid twin, too.
     alike = tuple(Stage(2 * stage.layers, stage.groups) for stage in whole.best.candidate.stages)
     twins = [whole.best.candidate.with_(stages=alike), parts.best.candidate]
     inside_s, best = min((_simulated_s(estimator, twin), i) for i, twin in enumerate(twins))
@@ -80,7 +80,7 @@ def simulated(name: str, cluster: Cluster, model: Model) -> dict[str, Any]:
 
 
 def two_cores() -> dict[str, Any]:
-    """The same on two cores: measured and predicted gain of the best plan over the best of whole layers."""
+    """Measure on two cores: predicted and measured gain of the best plan over the best one with whole layers."""
     case = CASES["hybrid"]
     found = measure(case, ROUNDS)
     rows = [
@@ -95,6 +95,6 @@ def two_cores() -> dict[str, Any]:
 
 
 def hybrid() -> dict[str, Any]:
-    """All of it."""
+    """Measure the simulated clusters and the two cores."""
     rows = [simulated(name, cluster, model) for name, (cluster, model) in clusters().items()]
     return {"cases": rows, "two_cores": two_cores()}

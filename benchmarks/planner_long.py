@@ -1,9 +1,9 @@
-"""What the planner chooses for long contexts and for experts, with what it would have without these choices.
+"""Plans for long contexts and for experts, with and without the search's last step (the choices).
 
     python -m benchmarks.planner_long --json OUT [--cases 128k,512k,1M,mixtral-h100-a100,mixtral-a100-l40s]
 
-Per case: seconds and MFU of the plan of the search alone (``before``) and with all choices (``after``), what the plan
-is, and ``promised_over_emitted``, the simulated time of the plan as written over what was promised.
+Per case: seconds and MFU of the plan of the search alone (``before``) and with all choices (``after``), the plan in
+words, and ``promised_over_emitted``, the simulated time of the written plan over the predicted time.
 """
 
 import time
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Cluster, Model]] = {
 
 
 def case(name: str) -> dict[str, Any]:
-    """One case."""
+    """Plan one case."""
     estimator, goal, progress = estimator_of(*CASES[name]), Goal(), Progress()
     started = time.process_time()
     outcome = search_auto(estimator, goal, progress)
@@ -75,7 +75,7 @@ def _plan(estimator: Estimator, found: Found) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Command line."""
     parser = command_line("benchmarks.planner_long", __doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="which cases (default: all)")
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Poplar's automatic batches on unequal processes against equal batches: ``python -m benchmarks.poplar --json OUT``.
+"""Compares Poplar's automatic batches on unequal processes with equal ones: ``python -m benchmarks.poplar --json OUT``.
 
 The processes are those of the demo: one with a core of its own, others that share one (``examples/llama/devices.py``).
 For every ZeRO stage ``--het-auto-batch`` measures and allocates; then its plan and a plan with equal batches train in
 turns.  Keys, for all stages together and for each under ``stages``:
 
 - ``speedup``: median iteration with equal batches over that with allocated ones, the least of all stages;
-- ``idle_fraction``: of an iteration, what a device waits for the slowest one's compute, mean over devices, at ZeRO-0
+- ``idle_fraction``: share of an iteration that a device waits for the slowest one's compute, mean of devices, at ZeRO-0
   and 1;
 - ``allocation_error``: compute seconds of an iteration as the curves predict them, against the measured ones; the
   largest of all devices at ZeRO-0 and 1 (a pass of ZeRO-2 and 3 waits for collectives inside);
-- ``parity``: the largest relative difference of 24 plans to one process, as ``benchmarks.parity --schedule
-  data-parallel`` finds it;
-- ``limit``: an artificial memory limit on one process: the stage that it raised, and whether it trained on.
+- ``parity``: the largest relative difference of 24 plans to one process, from ``benchmarks.parity --schedule
+  data-parallel``;
+- ``limit``: with an artificial memory limit on one process, the raised ZeRO stage, and whether training went on.
 """
 
 import json
@@ -69,13 +69,13 @@ def _train(folder: Path, world_size: int, words: Sequence[str], environment: Map
 
 
 def _steady(report: Mapping[str, Any], name: str) -> float:
-    """Median of a figure of a rank's iterations."""
+    """Returns the median of a figure of a rank's iterations."""
     found = [i[name] for i in report["iterations"][_WARM_UP:] if i["elapsed_s"] is not None]
     return statistics.median(found)
 
 
 def equal_plan(plan: Plan, zero: int, largest: int) -> Plan:
-    """The plan with the same batch divided evenly, in passes as large as fit everywhere."""
+    """Returns the plan with the same batch divided evenly, in the largest passes that fit on all devices."""
     ranks = plan.world_size
     counts = [_BATCH // ranks + (rank < _BATCH % ranks) for rank in range(ranks)]
     passes = [[min(largest, count - done) for done in range(0, count, largest)] for count in counts]
@@ -83,7 +83,7 @@ def equal_plan(plan: Plan, zero: int, largest: int) -> Plan:
 
 
 def measure_stage(zero: int, folder: Path, iterations: int, rounds: int) -> dict[str, Any]:
-    """All figures of one ZeRO stage."""
+    """Measure all figures of one ZeRO stage."""
     devices = mixed_devices(available_cores(), max_cores=2)
     world_size = len(devices)
     environment = {PINNING_VARIABLE: pinning(devices)}
@@ -124,7 +124,7 @@ def measure_stage(zero: int, folder: Path, iterations: int, rounds: int) -> dict
 
 
 def measure_limit(folder: Path) -> dict[str, Any]:
-    """A small memory on the second of two processes: the stage is raised, and training goes on."""
+    """Limit the memory of the second of two processes: the ZeRO stage must be raised, and training go on."""
     # Short sequences: the state counts, not the activations.
     short = ("--seq-length", "32", "--max-position-embeddings", "32")
     base, _ = base_plan([*_MODEL, *short, "--global-batch-size", str(_BATCH)], 2)
@@ -147,7 +147,7 @@ def measure_limit(folder: Path) -> dict[str, Any]:
 
 
 def measure_parity(folder: Path, seed: int) -> dict[str, Any]:
-    """24 plans against one process."""
+    """Compare 24 plans with one process."""
     file = folder / "parity.json"
     command = [sys.executable, "-m", "benchmarks.parity", "--schedule", "data-parallel"]
     subprocess.run([*command, "--seed", str(seed), "--json", str(file)], check=False, timeout=3 * _RUN_S)

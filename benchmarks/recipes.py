@@ -1,10 +1,10 @@
-"""What becomes of the flags of Megatron's own recipes under a plan.
+"""Checks the flags of Megatron's own recipes under a plan: each is kept, replaced by the plan or refused.
 
     python -m benchmarks.recipes --json OUT [--markdown docs/models.md]
 
 ``benchmarks/recipe_flags.json`` has the flags of scripts in Megatron-LM's ``examples/``, with their values.  Every flag
-is parsed by Megatron and checked as a run under a plan checks it.  One that is refused is left out, with its reason,
-and the rest is checked again.
+is parsed by Megatron and checked as at the start of a run under a plan.  A refused flag is recorded with its reason,
+and the other flags are checked again without it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FILE = Path(__file__).with_name("recipe_flags.json")
 RUNS, PLANNED, FOREIGN, OF_FSDP = "runs", "the plan says it", "no flag of a training", "of FSDP"
 _WORDS = (RUNS, PLANNED, FOREIGN, OF_FSDP)
 _OF_FSDP = ("data-parallel-sharding-strategy", "init-model-with-meta-device", "fsdp-double-buffer")
-"""Flags that say how FSDP works, beside those whose names begin with it; nothing reads them without FSDP."""
+"""Options of FSDP whose names do not begin with it; without FSDP nothing reads them."""
 _PLANNED = {
     "tensor-model-parallel-size": "`tp` of each replica",
     "pipeline-model-parallel-size": "`stages`",
@@ -40,11 +40,11 @@ _PLANNED = {
     "decoder-first-pipeline-num-layers": "`stages[].layers`",
     "decoder-last-pipeline-num-layers": "`stages[].layers`",
 }
-"""Flags in whose place a plan has something of its own, by what that is."""
+"""Flags that a plan replaces, by the part of the plan that replaces them."""
 ADDED = ("calculate-per-token-loss", "dist-ckpt-optim-fully-reshardable", "sequence-parallel")
 """Flags that plans need, the last one with TP of experts or gated delta nets, as in Megatron."""
 _BATCH = {"micro-batch-size": "1", "global-batch-size": "8"}
-_TP = 2  # of the plans that flags are checked with; as many stages, where layers divide
+_TP = 2  # ranks of the plans that flags are checked with; as many stages, if the layers divide
 
 Flags = Mapping[str, str]
 
@@ -56,7 +56,7 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def fate(flags: Flags, parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What becomes of each flag of a recipe: one of the three words, or why it is refused.
+    """Returns the result for each flag of a recipe: one of ``_WORDS``, or the reason of the refusal.
 
     Raises:
         PlanError: A refusal that names no flag of the recipe.
@@ -82,13 +82,13 @@ def fate(flags: Flags, parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def _named(error: PlanError, flags: Flags) -> str | None:
-    """The flag that a refusal is about."""
+    """Returns the flag that a refusal names."""
     words = error.where.replace("=", " ").split()
     return next((word.removeprefix("--") for word in words if word.removeprefix("--") in flags), None)
 
 
 def _check(flags: Flags, parser: argparse.ArgumentParser) -> None:
-    """Raise a PlanError unless a plan trains with these flags."""
+    """Raise PlanError unless a plan accepts these flags."""
     given = {"tensor-model-parallel-size": str(_TP), **_BATCH, **dict.fromkeys(ADDED, ""), **flags}
     pattern, layers = given.get("hybrid-layer-pattern"), int(given.get("num-layers", 0))
     stages = 2 if pattern is not None or layers % 2 == 0 else 1
@@ -108,13 +108,13 @@ def _check(flags: Flags, parser: argparse.ArgumentParser) -> None:
         args.ffn_hidden_size = plan.model.ffn_hidden_size
     check_batch_schedule((plan,), args)
     find: Any = importlib.util.find_spec
-    names = {"transformer_engine": "torch"}  # as where it is installed, which the recipes need
+    names = {"transformer_engine": "torch"}  # as if Transformer Engine were installed, which the recipes need
     with mock.patch.object(importlib.util, "find_spec", lambda name, *more: find(names.get(name, name), *more)):
         check_arguments(plan, args, ranks)
 
 
 def megatron_parser() -> argparse.ArgumentParser:
-    """Megatron's parser, which raises instead of leaving the process."""
+    """Returns Megatron's parser, changed to raise instead of exiting the process."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
@@ -123,7 +123,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def fates() -> dict[str, dict[str, str]]:
-    """What becomes of every flag of every recipe."""
+    """Returns the result for every flag of every recipe."""
     from megatron_het.device import activate
 
     activate()  # Megatron binds on import what the platform replaces
@@ -132,7 +132,7 @@ def fates() -> dict[str, dict[str, str]]:
 
 
 def tables(found: Mapping[str, Mapping[str, str]]) -> str:
-    """The tables, in Markdown."""
+    """Returns the tables in Markdown."""
     sources = recipes()
     lines = [
         "| recipe | script in `examples/` | flags | run as they are | the plan says | refused |",

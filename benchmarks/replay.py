@@ -1,17 +1,17 @@
-"""A replayed trace against a real job: ``python -m benchmarks.replay --json OUT``.
+"""Compares a replayed trace with a real job: ``python -m benchmarks.replay --json OUT``.
 
-A job over gloo on this machine meets a random trace: workers are killed, nodes leave on notice, nodes come.  ``replay``
-goes through the same trace.  Two further jobs, one before and one after, measure what the simulation is given: the
+A job over gloo on this machine runs under a random trace: workers are killed, nodes leave on notice, nodes join.
+``replay`` simulates the same trace.  Two further jobs, one before and one after, measure the simulation's inputs: the
 seconds of an iteration with 4, 3 and 2 nodes, the pauses of a join, a death and a leave, and how long a new node
 starts.  The mean of both is taken, because a shared machine changes its speed from minute to minute.
 
-Devices are *paced* (``benchmarks.paced_nodes``): a layer takes a set time, as on an accelerator, whatever its host is
-busy with.  So four nodes are faster than three, and three than two, on a machine with fewer cores than nodes; every
-node that comes is worth a change, and every one that goes costs.
+Devices are *paced* (``benchmarks.drift_stand_ins``): a layer takes a set time, as on an accelerator, whatever its
+host is busy with.  So four nodes are faster than three, and three than two, on a machine with fewer cores than nodes:
+every join is worth a change, and every loss costs time.
 
 Keys, by trace in ``traces``: ``iterations``, those that count at the trace's end in the real job; ``simulated``, the
 same of the replay; ``error``, relative; ``changes`` of plan in the real job, and ``changes_simulated``; ``unchanged``,
-iterations of a replay without any change (what a guess would say); ``trace``, times and nodes.  ``worst_error`` is the
+iterations of a replay without any change, for comparison; ``trace``, times and nodes.  ``worst_error`` is the
 largest (at most 0.10).
 """
 
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 class PacedJob(ForkedJob):
-    """A job whose workers are paced; this process has imported Megatron.
+    """A job whose workers are paced and are forked from this process, which has imported Megatron.
 
     Args:
         folder: An empty folder.
@@ -70,7 +70,7 @@ _FIRST_LAYERS = {1: 2, 2: 2, 3: 1}
 
 
 def paced_plan(replicas: int) -> Plan:
-    """Two stages; so many replicas of the second one, with a divided optimizer."""
+    """Returns a plan of two stages, the second with so many replicas, with the distributed optimizer."""
     routes = [tuple(range(q, _BATCH, replicas)) for q in range(replicas)]
     second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
     first = _FIRST_LAYERS[replicas]
@@ -82,7 +82,7 @@ def paced_plan(replicas: int) -> Plan:
 
 
 def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
-    """Starts with three nodes; two to four are there at any time.
+    """Draw a trace that starts with three nodes; two to four are there at any time.
 
     Args:
         seed: Of the random numbers.
@@ -99,7 +99,7 @@ def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace
 
 
 def iteration_times(found: Changed) -> dict[int, float]:
-    """Seconds of an iteration by nodes, from the job that measures: 3, 4, 3 and 2 nodes."""
+    """Returns the seconds of an iteration by number of nodes, from the measuring job with 3, 4, 3 and 2 nodes."""
     ends = [entry["planned"] for entry in found.history[1:]] + [float("inf")]
     gaps: dict[int, list[float]] = {}
     for nodes, first_s, last_s in zip((3, 4, 3, 2), [0.0, *ends], ends, strict=False):
@@ -109,7 +109,7 @@ def iteration_times(found: Changed) -> dict[int, float]:
 
 
 def costs_of(found: Changed, times: Mapping[int, float]) -> Costs:
-    """What changes cost in the job that measures, as ``Costs`` means it: less an iteration under the plan that follows.
+    """Returns the pauses of the measuring job as ``Costs``: without one iteration under the following plan.
 
     Args:
         found: The job.
@@ -125,13 +125,13 @@ def costs_of(found: Changed, times: Mapping[int, float]) -> Costs:
 
 
 def mean_costs(every: Sequence[Costs]) -> Costs:
-    """The mean of each."""
+    """Returns the mean of each cost."""
     fields = zip(*(asdict(costs).items() for costs in every), strict=True)
     return Costs(**{pairs[0][0]: statistics.mean(value for _, value in pairs) for pairs in fields})
 
 
 def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
-    """A real job under a trace, killed at its end.
+    """Run a real job under a trace, and kill it at the trace's end.
 
     Returns:
         What it logged, when its first iteration began, and how often its plan changed.
@@ -157,7 +157,7 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
 
 
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
-    """One trace, real and simulated."""
+    """Run one trace for real and simulated."""
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
     measured = [change_pool(PacedJob(folder / "before", _WHOLE, paced_plan), _BETWEEN)]
     lines, start_s, changes = run_trace(folder / "real", trace)
@@ -166,7 +166,7 @@ def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     times = {nodes: statistics.mean(found[nodes] for found in every) for nodes in every[0]}
     costs = mean_costs([costs_of(found, own) for found, own in zip(measured, every, strict=True)])
     counted = [number for when, number in lines if start_s < when <= start_s + trace.end_s]
-    real = counted[-1] - counted[0] + 1  # what was lost is done again
+    real = counted[-1] - counted[0] + 1  # lost iterations are repeated
     course = run_elastic(trace, lambda pool: times[pool[0]], costs)
     return {
         "iterations": real,

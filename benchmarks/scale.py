@@ -1,4 +1,4 @@
-"""What a start takes, and how many groups a rank has: ``python -m benchmarks.scale --json OUT``.
+"""Measures the time of a start, and the process groups of a rank: ``python -m benchmarks.scale --json OUT``.
 
 Keys, each by world size: ``start_s``, from the start of ``torch.distributed`` to the first iteration without the
 building of the model; ``groups_per_rank``, with ``peers_per_rank`` beside it; ``program_s``, CPU seconds in which a
@@ -15,9 +15,9 @@ constants are fitted to these measurements::
 ``group`` is the time in which a rank creates a group, in a world of 16 processes on this machine; ``store`` is the
 store's CPU time per member of a group, because one process serves the whole world.
 
-Processes that share the cores of one machine start one after the other.  So two further figures are beside what was
-measured: ``open_s_by_model``, the model's CPU time of all ranks and of the store over the cores, and
-``open_s_by_cpu_time``, the same of the CPU time that this run took.
+Processes that share the cores of one machine start one after the other.  So the report has two figures beside the
+measured ones: ``open_s_by_model``, the model's CPU time of all ranks and of the store over the cores, and
+``open_s_by_cpu_time``, the measured CPU time of the run over the cores.
 ``start_nccl_s`` adds ``--nccl-connect-s`` for every communicator of a rank, which was not measured here.
 """
 
@@ -46,14 +46,14 @@ BARS = {"start_s": 60.0, "program_s": 3.0, "groups_above_peers": 10}
 
 
 def sized(world_size: int, mixed: bool) -> Plan:
-    """The plan of a world size whose training program has about as many operations per rank as that of 1,024."""
+    """Returns the plan of a world size with about as many operations per rank as the plan of 1,024 ranks."""
     operations = sum(map(len, build(plan_of(1024, 512, mixed))[False].ops))
     microbatches = math.ceil(512 * OPERATIONS / operations)
     return plan_of(world_size, max(16, round(microbatches * world_size / 1024)), mixed)
 
 
 def program_seconds(plan: Plan, repeat: int) -> float:
-    """CPU seconds in which the last rank makes its programs ready to run; the least of several."""
+    """Returns the CPU seconds in which the last rank prepares its programs; the least of several tries."""
     found = []
     rank = plan.world_size - 1
     for _ in range(repeat):
@@ -71,7 +71,7 @@ def program_seconds(plan: Plan, repeat: int) -> float:
 
 
 def exponent(values: Mapping[int, float]) -> float:
-    """The fitted power of the world size: 1 is linear, 0 is level."""
+    """Returns the fitted power of the world size: 1 is linear, 0 is constant."""
     xs = [math.log(world) for world in values]
     ys = [math.log(max(value, 1e-9)) for value in values.values()]
     mx, my = statistics.fmean(xs), statistics.fmean(ys)
@@ -79,7 +79,7 @@ def exponent(values: Mapping[int, float]) -> float:
 
 
 def measured(plan: Plan) -> dict[str, float]:
-    """The start of all ranks of a plan as forked processes, and what it took."""
+    """Start all ranks of a plan as forked processes; returns the times."""
     answers, store_s = run_ranks(plan.world_size, start_of(plan, LIMIT_S), LIMIT_S)
     edges = sum(answer["moved"] for answer in answers)
     if edges == 0:
@@ -97,7 +97,7 @@ def measured(plan: Plan) -> dict[str, float]:
 
 
 def family(mixed: bool, most: int, nccl_connect_s: float, repeat: int) -> dict[str, Any]:
-    """All figures of one family of plans."""
+    """Returns all figures of one family of plans."""
     rows: dict[int, dict[str, Any]] = {}
     for world in WORLDS:
         plan = sized(world, mixed)
@@ -140,7 +140,7 @@ _KEYS = ("start_s", "start_nccl_s", "groups_per_rank", "peers_per_rank", "progra
 
 
 def _constants(rows: Mapping[int, Mapping[str, Any]], ran: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Of the model: fitted over what was measured."""
+    """Returns the model's constants, fitted to the measurements."""
     alone = _group_seconds()
     store = sum(found["store_s"] for found in ran.values()) / sum(rows[world]["memberships"] for world in ran)
     per_group = statistics.median(
@@ -150,14 +150,14 @@ def _constants(rows: Mapping[int, Mapping[str, Any]], ran: Mapping[int, Mapping[
 
 
 def _group_seconds() -> float:
-    """Wall seconds per group of the slowest rank in a world of 16 processes."""
+    """Returns the wall seconds per group of the slowest rank in a world of 16 processes."""
     plan = plan_of(16, 16, False)
     answers, _ = run_ranks(16, start_of(plan, LIMIT_S), LIMIT_S)
     return max(answer["groups_wall_s"] / (answer["groups"] - 1) for answer in answers)
 
 
 def verdict(families: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The bars that were missed."""
+    """Returns the bounds that were missed."""
     missed = []
     for found in families:
         for key in ("start_s", "program_s"):
@@ -169,7 +169,7 @@ def verdict(families: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Command line; exit code 1 where a bar is missed."""
+    """Command line; exit code 1 if a bound is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
     parser.add_argument("--measured", type=int, default=128, help="most forked ranks (default %(default)s)")

@@ -1,6 +1,6 @@
-"""Light rank processes: forked from one that has imported torch, they create groups and channels and nothing else.
+"""Light rank processes, forked from one that has imported torch, which only create groups and channels.
 
-A process of its own keeps the store, so that the store's time is known apart from that of the ranks.
+The store runs in a process of its own, so that its CPU time is measured apart from that of the ranks.
 """
 
 import functools
@@ -27,7 +27,7 @@ from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec
 from megatron_het.runtime.channels import Channels
 from megatron_het.schedule.ir import Program
 
-# Plans of any world size for ``benchmarks.scale``, and what can be counted of them without running anything.
+# Plans of any world size for ``benchmarks.scale``, and the counts that need no run.
 
 SEQUENCE = 4096
 STAGES = 8
@@ -37,7 +37,7 @@ ROLES = 7  # roles of groups that a rank is in at most, and the world
 
 
 def sizes_of(stage: int, ranks: int) -> tuple[int, ...]:
-    """TP sizes of the replicas of ``ranks`` ranks of a stage; a power of two of them."""
+    """Returns the TP sizes of the replicas on ``ranks`` ranks of a stage, a power of two."""
     if ranks >= BLOCK:
         return _SIZES[stage % len(_SIZES)] * (ranks // BLOCK)
     scaled = tuple(max(1, size * ranks // BLOCK) for size in _SIZES[stage % len(_SIZES)])
@@ -49,7 +49,7 @@ def sizes_of(stage: int, ranks: int) -> tuple[int, ...]:
 
 
 def plan_of(world_size: int, microbatches: int, mixed: bool) -> Plan:
-    """Eight stages of replicas with TP 1 to 8, under 1F1B.
+    """Returns a 1F1B plan of eight stages of replicas with TP 1 to 8.
 
     Args:
         world_size: A power of two, at least 16.
@@ -75,7 +75,7 @@ def plan_of(world_size: int, microbatches: int, mixed: bool) -> Plan:
 
 
 def _dealt(ids: Sequence[int], sizes: Sequence[int], stage: int) -> list[tuple[int, ...]]:
-    """Microbatches in proportion to the TP sizes, dealt in another order on every stage."""
+    """Deals microbatches in proportion to the TP sizes, in another order on every stage."""
     places = [q for q, size in enumerate(sizes) for _ in range(size)]
     turn = 1 + 2 * stage
     found: list[list[int]] = [[] for _ in sizes]
@@ -86,22 +86,22 @@ def _dealt(ids: Sequence[int], sizes: Sequence[int], stage: int) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Counted:
-    """Holds what one rank has."""
+    """The groups and transfers of one rank."""
 
     groups: int  # process groups, the world included
     peers: int  # ranks with which it exchanges transfers
     rounds: int  # in which its groups of two are created
     memberships: int  # groups of all ranks together, counted once per member
-    chain_by_rank: int  # groups that are waited for one after the other where edges are created in the order of ranks
+    chain_by_rank: int  # groups that wait for each other in turn if edges are created in the order of ranks
 
 
 def edges_of(plan: Plan, programs: Sequence[Program]) -> list[Edge]:
-    """Directed edges of the transfers."""
+    """Returns the directed edges of the transfers."""
     return edges(programs, BoundaryMap(Placement(plan), SEQUENCE, True))
 
 
 def counted(plan: Plan) -> Counted:
-    """Of the rank with the most groups above its peers, over the whole plan."""
+    """Returns the counts of the plan's rank with the most groups, those of two peers included."""
     pairs = {(min(e), max(e)) for e in edges_of(plan, list(build(plan).values()))}
     peers = dict.fromkeys(range(plan.world_size), 0)
     for pair in pairs:
@@ -124,17 +124,17 @@ def counted(plan: Plan) -> Counted:
     )
 
 
-Body = Callable[[int, dist.Store], dict[str, Any]]  # what a rank does once it is connected to the store
+Body = Callable[[int, dist.Store], dict[str, Any]]  # called on a rank once it is connected to the store
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, all threads."""
+    """Returns the CPU seconds of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def run_ranks(world_size: int, body: Body, limit_s: float) -> tuple[list[dict[str, Any]], float]:
-    """Run ``body`` on forked ranks; (what each returned, CPU seconds of the store).
+    """Run ``body`` on forked ranks; returns ``(result of each rank, CPU seconds of the store)``.
 
     Raises:
         RuntimeError: A rank failed or did not end in time; with the ends of what the ranks printed.
@@ -207,7 +207,7 @@ def _rank(rank: int, world_size: int, port: int, body: Body, answer: Connection,
 
 
 def start_world(rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
-    """``torch.distributed`` over gloo without connections between all ranks, which the groups of a plan do not need."""
+    """Start ``torch.distributed`` over gloo without connecting all ranks, which the groups of a plan do not need."""
     torch.set_num_threads(1)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
@@ -222,7 +222,7 @@ def meet(store: dist.Store, world_size: int, name: str, timeout_s: float) -> Non
 
 
 def start_of(plan: Plan, limit_s: float) -> Body:
-    """A rank's start under a plan, and one element over each of its edges."""
+    """Start a rank under a plan, and send one element over each of its edges."""
 
     def body(rank: int, store: dist.Store) -> dict[str, Any]:
         world = plan.world_size
@@ -257,7 +257,7 @@ def start_of(plan: Plan, limit_s: float) -> Body:
 
 
 def _move(rank: int, edges: list[tuple[int, int]], channels: Channels) -> int:
-    """One element over each edge of this rank; how many arrived."""
+    """Send one element over each edge of this rank; returns the number that arrived."""
     pending = []
     for edge in edges:
         if edge[1] == rank:

@@ -1,8 +1,8 @@
-"""How long generating, validating and simulating a schedule takes, against its size.
+"""Measures the time of generating, validating and simulating a schedule, by its size.
 
 ``python -m benchmarks.schedules [--json OUT]`` measures SlimPipe (by default up to 32 devices, 64 slices,
-2 chunks, 16 microbatches: 131,072 compute operations and their transfers) on one core.  Seconds are those of
-the process's CPU, so that other processes on the machine do not count; wall seconds are printed beside them.
+2 chunks, 16 microbatches: 131,072 compute operations and their transfers) on one core.  Seconds are CPU seconds of
+the process, so that other processes on the machine do not count; wall seconds are printed beside them.
 Growth is near linear when ``us_per_operation`` stays level.
 """
 
@@ -42,7 +42,7 @@ class Stopwatch:
 
 
 def measure(devices: int, slices: int, chunks: int, microbatches: int) -> dict[str, Any]:
-    """One size: generate with transfers, build the graph, validate on all transports, simulate, find the peaks."""
+    """Measure one size: generate with transfers, build the graph, validate on all transports, simulate, find peaks."""
     watch = Stopwatch()
     shape = Shape.uniform(devices, microbatches, slices=slices, chunks=chunks)
     program = watch("generate", lambda: generate("slimpipe", shape))

@@ -1,8 +1,8 @@
-"""What a slice costs besides its arithmetic: ``python -m benchmarks.slice_cost --json OUT``.
+"""Measures the cost of a slice besides its arithmetic: ``python -m benchmarks.slice_cost --json OUT``.
 
 One process trains the model of ``slimpipe_speed`` on short sequences, cut into few and into many slices.  The
-arithmetic is the same but for attention to a slice's own keys, so what the further passes add is what a pass costs
-however short it is.  Figures are processor time, not time on the clock: of every operation the least over the
+arithmetic is the same, except for attention to a slice's own keys.  So the added time is the fixed cost of the
+further passes.  Figures are CPU time, not wall time: of every operation the least over the
 iterations, because other work on the machine only ever adds to it.  ``per_slice_and_layer_ms`` is the slope, forward
 and backward.
 """
@@ -56,7 +56,7 @@ def watch(*, rank: int, out: str) -> None:
 
 
 def passes_s(runner: Runner, slices: int, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Processor seconds of all forwards and of all backwards of an iteration."""
+    """Returns the CPU seconds of all forwards and of all backwards of an iteration."""
     folder.mkdir(parents=True)
     setting = Setting("slimpipe", 1, options.tokens, _MICROBATCHES, slices)
     plain = job(setting, MODEL, folder, iterations=options.iterations, memory=False)

@@ -1,4 +1,4 @@
-"""Live activation bytes of SlimPipe in real runs: against its formula, the simulator and 1F1B.
+"""Compares SlimPipe's live activation bytes in real runs with its formula, the simulator and 1F1B.
 
 ``python -m benchmarks.slimpipe_memory --json OUT``.  Per rank: the peak of everything that is
 allocated in one iteration (saved tensors, logits, buffers, workspace) plus the key-value pool.
@@ -38,7 +38,7 @@ _ALL = ("thrifty layers", "vocabulary", "offload 0.75", "up projection recompute
 
 
 class Bench:
-    """Runs settings once each and keeps what they measured."""
+    """Runs each setting once and caches its measurements."""
 
     def __init__(self, runner: Runner, folder: Path, tokens: int) -> None:
         self._runner = runner
@@ -47,7 +47,7 @@ class Bench:
         self.layer_bytes = self.other_bytes = 0.0
 
     def peaks(self, setting: Setting, model: Model = MODEL, more: tuple[str, ...] = (), what: str = "") -> list[int]:
-        """Activation bytes of every rank; ``more`` flags are known as ``what``."""
+        """Returns the activation bytes of every rank; ``what`` names the flags of ``more``."""
         folder = self._folder / f"layers-{model.layers}-{model.vocabulary}-{what.replace(' ', '-')}"
         found = run(self._runner, setting, model, folder, iterations=2, memory=True, more=more)
         peaks = [watch["activation_bytes"] for watch in found]
@@ -55,7 +55,7 @@ class Bench:
         return peaks
 
     def features(self) -> dict[str, list[int]]:
-        """Activation bytes of every rank with each feature, and with those that go together."""
+        """Returns the activation bytes of every rank with each feature, and with combinations of features."""
         setting = Setting("slimpipe", 4, self.tokens // 2, _MICROBATCHES, 16)
         found = {name: self.peaks(setting, _WIDE, flags, name) for name, flags in _FEATURES.items()}
         together = tuple(word for name in _ALL for word in _FEATURES[name])
@@ -63,7 +63,7 @@ class Bench:
         return found
 
     def calibrate(self, slices: int) -> None:
-        """Bytes of one layer and of everything else, for one microbatch."""
+        """Returns the bytes of one layer, and of everything else, for one microbatch."""
         alone = Setting("slimpipe", 1, self.tokens, 1, slices)
         (few,) = self.peaks(alone)
         (many,) = self.peaks(alone, replace(MODEL, layers=2 * MODEL.layers))
@@ -71,7 +71,7 @@ class Bench:
         self.other_bytes = few - MODEL.layers * self.layer_bytes
 
     def predicted(self, setting: Setting) -> list[float]:
-        """The formula, per stage."""
+        """Returns the bytes by the formula, per stage."""
         p, nv = setting.stages, setting.slices * setting.chunks
         total = MODEL.layers * self.layer_bytes
         stages = [(1 / p + 2 * (p - 1 - r) / (nv * p)) * total for r in range(p)]
@@ -79,7 +79,7 @@ class Bench:
         return stages
 
     def simulated(self, setting: Setting) -> list[float]:
-        """The simulator's peaks, per stage."""
+        """Returns the simulator's peaks, per stage."""
         p, v = setting.stages, setting.chunks
         layers = MODEL.layers // (p * v)
         shape = Shape.uniform(p, _MICROBATCHES, slices=setting.slices, chunks=v, layers_per_chunk=layers)
@@ -92,7 +92,7 @@ class Bench:
         return [use.peak_bytes for use in simulate(program, costs).memory]
 
     def compare(self, setting: Setting) -> dict[str, Any]:
-        """A real run against formula and simulator."""
+        """Compare a real run with formula and simulator."""
         measured = self.peaks(setting)
         formula, simulated = self.predicted(setting), self.simulated(setting)
         return {
@@ -105,7 +105,7 @@ class Bench:
         }
 
     def longest(self, stages: int, slices: int, chunks: int, limit_bytes: int) -> int:
-        """Tokens of the longest sequence whose fullest rank stays within the limit."""
+        """Returns the tokens of the longest sequence whose fullest rank stays within the limit."""
         step, fits = self.tokens // 4, 0
         tokens = 2 * self.tokens
         while True:

@@ -1,4 +1,4 @@
-"""Runs of a small Llama model, stock or sliced, with a probe in them; their bubbles; a pipeline of unequal devices."""
+"""Runs of a small Llama model, stock or sliced, with a probe; their bubbles; a pipeline of unequal devices."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ class Model:
     vocabulary: int = 63
 
     def flags(self) -> tuple[str, ...]:
-        """Megatron's flags for it."""
+        """Returns Megatron's flags for the model."""
         return words(
             f"--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn} "
             f"--num-attention-heads {self.heads} --group-query-attention "
@@ -47,7 +47,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what a run does."""
+    """The settings of a run."""
 
     # ``stock`` for unmodified Megatron (1F1B, interleaved with several chunks), else the value of ``--het-schedule``
     schedule: str
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Unique, for folders."""
+        """A unique name, for folders."""
         return (
             f"{self.schedule}-p{self.stages}-s{self.seq_length}-m{self.microbatches}"
             f"-n{self.slices}-v{self.chunks}{''.join(self.flags).replace('--', '-')}"
@@ -77,7 +77,7 @@ def job(
     more: tuple[str, ...] = (),
     timeout_s: float = 900.0,
 ) -> Job:
-    """The run of a setting; its ranks write ``watch-<rank>.json`` into ``folder``."""
+    """Returns the job of a setting, whose ranks write ``watch-<rank>.json`` into ``folder``."""
     s = setting
     flags = [
         *model.flags(),
@@ -102,7 +102,7 @@ def job(
 
 
 def run(runner: Runner, setting: Setting, model: Model, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Run a setting and return what each rank's probe found."""
+    """Run a setting; returns the measurements of each rank's probe."""
     target = folder / setting.name
     target.mkdir(parents=True, exist_ok=True)
     runner.run(job(setting, model, target, **options))
@@ -123,9 +123,9 @@ def bubble(runner: Runner, setting: Setting, model: Model, folder: Path, iterati
 
     The bubble of an iteration is the longest rank's time in the schedule over the mean time that ranks
     compute, less one.  The traced iteration is simulated twice: with its own duration of every forward and
-    backward (what is then left is what the simulator does not know of the execution), and with durations of
+    backward (the remaining difference is the part of the execution that is not simulated), and with durations of
     each stage smoothed to a constant plus a part that grows with the slice's index (as the planner's are).
-    Both know what posting a transfer took.  With the context exchange both are smooth.
+    Both include the measured time of posting a transfer.  With the context exchange both are smooth.
 
     Returns:
         ``measured_bubble`` and ``simulated_bubble`` of the traced iteration and their relative difference
@@ -162,7 +162,7 @@ def bubble(runner: Runner, setting: Setting, model: Model, folder: Path, iterati
 
 
 def program_for(setting: Setting, model: Model) -> Program:
-    """The program that a setting runs."""
+    """Returns the program that a setting runs."""
     shape = Shape.uniform(
         setting.stages,
         setting.microbatches,
@@ -177,7 +177,7 @@ def program_for(setting: Setting, model: Model) -> Program:
 
 
 def fitted_costs(setting: Setting, program: Program, report: Path) -> tuple[Costs, Costs]:
-    """From the traces: smooth durations, and those with every operation's own."""
+    """Returns smooth durations, and those of every single operation, from the traces."""
     tables: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     own: dict[tuple[int, Op], float] = {}
     posts: list[float] = []
@@ -209,7 +209,7 @@ def fitted_costs(setting: Setting, program: Program, report: Path) -> tuple[Cost
 
 
 def _posting_s(trace: Events, done: Events) -> float:
-    """Seconds per transfer in which a rank neither computed nor waited: mostly sockets, and Python."""
+    """Returns the seconds per transfer in which a rank neither computed nor waited: mostly sockets, and Python."""
     spent = sum(e["dur"] for e in done if e["args"]["kind"] in _KINDS)
     waited = sum(e["dur"] for e in trace if e["ph"] == "X" and e["tid"] == 1)
     begin, end = min(e["ts"] for e in done), max(e["ts"] + e["dur"] for e in done)
@@ -218,7 +218,7 @@ def _posting_s(trace: Events, done: Events) -> float:
 
 
 def _fit(done: Events, kind: str, chunk: int, slices: int) -> tuple[float, float]:
-    """Seconds per microbatch: what every slice takes, and what grows with its index."""
+    """Fits the seconds per microbatch: a constant part for every slice, and a part that grows with its index."""
     found = [
         (e["args"]["slice"] + _DIAGONAL, e["dur"] / 1e6)
         for e in done
@@ -233,12 +233,12 @@ def _fit(done: Events, kind: str, chunk: int, slices: int) -> tuple[float, float
 # The attention context exchange in a mixed pipeline: one fast and one slow process, uneven layers.
 #
 # ``python -m benchmarks.slimpipe_speed --mixed --json OUT`` runs it.  The process of the last stage is stopped half of
-# the time, so that it is half as fast, and has fewer layers.  A traced run without the exchange tells what passes take
-# on both; from that the plan with the exchange is made, and both are simulated.  Then runs without and with it
+# the time, so that it is half as fast, and has fewer layers.  A traced run without the exchange measures the passes
+# on both.  The plan with the exchange is made from these times, and both are simulated.  Then runs without and with it
 # alternate, and each side counts by the median of its iterations.
 #
 # Keys: ``speedup`` of the exchange, ``simulated_speedup``, and ``met``, whether the speedup is at least 1.05 where the
-# simulator says so (None where it does not).
+# simulator predicts at least that (else None).
 
 BAR = 1.05
 MIXED_LAYERS, SLICES, MICROBATCHES = (5, 3), 8, 2
@@ -248,7 +248,7 @@ _MICROSECOND = 1e-6
 
 
 def slowed_watch(*, rank: int, slow: int, out: str, memory: bool, fused: bool) -> None:
-    """The probe of speed runs; one rank's process is stopped half of the time (a ``Job.setup``)."""
+    """Install the probe of speed runs, with one rank's process stopped half of the time (a ``Job.setup``)."""
     from testing.watches import watch
 
     if rank == slow:
@@ -257,7 +257,7 @@ def slowed_watch(*, rank: int, slow: int, out: str, memory: bool, fused: bool) -
 
 
 def plan_of(model: Model, tokens: int, **parameters: Any) -> Plan:
-    """Two stages of one rank; ``parameters`` are of the exchange."""
+    """Returns a plan of two stages of one rank; ``parameters`` are those of the exchange."""
     stages = tuple(Stage((n,), (Replica((s,), tuple(range(MICROBATCHES))),)) for s, n in enumerate(MIXED_LAYERS))
     shape = ModelShape(sum(MIXED_LAYERS), model.hidden, model.heads, model.groups, tokens, model.ffn)
     schedule = ScheduleSpec("slimpipe", {"slices": SLICES, **parameters})
@@ -265,7 +265,7 @@ def plan_of(model: Model, tokens: int, **parameters: Any) -> Plan:
 
 
 def exchange_of(costs: Costs) -> dict[str, Any]:
-    """The exchange's parameters, in microseconds, from what passes take without it."""
+    """Returns the exchange's parameters, in microseconds, from the times of passes without exchange."""
     pairs = SLICES * (SLICES - 1) / 2 + SLICES * costs.diagonal
     attention = [sum(row) / n / pairs for row, n in zip(costs.attention_forward_s, MIXED_LAYERS, strict=True)]
     rest = [sum(row) / SLICES for row in costs.forward_s]
@@ -280,7 +280,7 @@ def exchange_of(costs: Costs) -> dict[str, Any]:
 def run_plan(
     runner: Runner, plan: Plan, model: Model, folder: Path, iterations: int, *more: str
 ) -> tuple[Setting, list[float]]:
-    """Run a plan; the slowest rank's time of every iteration that counts, in seconds."""
+    """Run a plan; returns the slowest rank's seconds of every iteration that counts."""
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
     flags = ("--het-plan", str(folder / "plan.json"))
@@ -295,7 +295,7 @@ def run_plan(
 
 
 def exchanged(runner: Runner, model: Model, tokens: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
-    """The exchange on against off."""
+    """Compare runs with and without the exchange."""
     plain, report = plan_of(model, tokens), folder / "report"
     tracing = ("--het-report", str(report), "--het-trace", str(report), "--het-trace-iteration", str(_TRACED))
     setting, _ = run_plan(runner, plain, model, folder / "traced", _TRACED, *tracing)

@@ -1,4 +1,4 @@
-"""SlimPipe against stock 1F1B and interleaved 1F1B: long sequences, few microbatches, two stages.
+"""Compares SlimPipe with stock 1F1B and interleaved 1F1B: long sequences, few microbatches, two stages.
 
 Interleaved 1F1B and SlimPipe are each a small sweep, of which the best setting counts.
 
@@ -26,7 +26,7 @@ _WARMUP = 1  # iterations that do not count
 
 
 def median_s(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
-    """Median of the slowest rank's iterations, in seconds."""
+    """Returns the median of the slowest rank's iterations, in seconds."""
     found = run(runner, setting, MODEL, folder, iterations=iterations + _WARMUP, memory=False)
     by_rank = [watch["iterations_s"][_WARMUP:] for watch in found]
     return statistics.median(max(times) for times in zip(*by_rank, strict=True))
@@ -52,7 +52,7 @@ def _options() -> argparse.Namespace:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Setting]:
-    """Both pipelines of stock Megatron, SlimPipe's sweep, and one process with and without slices."""
+    """Returns both pipelines of stock Megatron, SlimPipe's sweep, and one process with and without slices."""
     flags = _EXCHANGE if options.exchange else ()
     return {
         "1f1b": Setting("stock", _STAGES, options.tokens, _MICROBATCHES),

@@ -1,4 +1,4 @@
-"""1F1B over a slow link, with more microbatches in flight and without: ``python -m benchmarks.slow_links --json OUT``.
+"""Compares depths of 1F1B over a slow link: ``python -m benchmarks.slow_links --json OUT``.
 
 Two stages train over a delayed, rate-limited link on loopback (``drift_stand_ins.SlowLink``).  First a run without
 delay measures the passes.  A transfer then takes ``--share`` of a stage's time for one microbatch, half of it latency.
@@ -29,7 +29,7 @@ from testing.runner import Job, Runner
 
 
 def slow_down(*, rank: int, latency_s: float, bytes_per_s: float) -> None:
-    """From here on all point-to-point messages of this process take their time.
+    """Delay all point-to-point messages of this process from now on.
 
     Args:
         rank: This process; all ranks are slowed.
@@ -47,7 +47,7 @@ Depths = tuple[int, ...]
 
 
 def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[str, float] | None) -> float:
-    """Train, with traces in the folder; the median seconds of an iteration."""
+    """Train, with traces in the folder; returns the median seconds of an iteration."""
     folder.mkdir(parents=True)
     save_plan(plan, folder / "plan.json")
     argv = (
@@ -61,7 +61,7 @@ def run(runner: Runner, plan: Plan, folder: Path, iterations: int, link: dict[st
 
 
 def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str, float], depths: Depths) -> float:
-    """Seconds of the passes and transfers of one iteration."""
+    """Returns the simulated seconds of the passes and transfers of one iteration."""
     shape = Shape.uniform(2, microbatches, layers_per_chunk=_LAYERS // 2)
     costs = Costs(
         forward_s=tuple((times[Kind.FORWARD],) for times in found),
@@ -73,7 +73,7 @@ def simulated(microbatches: int, found: list[dict[Kind, float]], link: dict[str,
 
 
 def measure(share: float, microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
-    """All runs and what follows from them."""
+    """Carry out all runs; returns the figures."""
     with Runner() as runner:
         free_s = run(runner, equal_stages(_MODEL, microbatches), folder / "free", iterations, None)
         found = durations(folder / "free", (Kind.FORWARD, Kind.BACKWARD))
@@ -113,7 +113,7 @@ def measure(share: float, microbatches: int, rounds: int, iterations: int, folde
 
 
 def main() -> int:
-    """Command line; exit code 1 where a bar is missed."""
+    """Command line; exit code 1 if a bound is missed."""
     parser = command_line("benchmarks.slow_links", __doc__)
     parser.add_argument("--share", type=float, default=0.5, help="a transfer's time as a share of a stage's")
     parser.add_argument("--microbatches", type=int, default=12)

@@ -1,4 +1,4 @@
-"""How well the code is kept apart, how much of it there is, and how many files each feature takes to read.
+"""Measures the separation of the code, its size, and the number of files that a reader opens for each feature.
 
 ``python -m benchmarks.structure --json OUT`` reads the sources of a tree.  Every offender is printed as
 ``file:line``.  The exit code is 1 where a target is missed.  ``--loaded`` also starts two processes and counts what
@@ -79,7 +79,7 @@ MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 600
 SHORT_MODULE_LINES = 80
 OPENING = re.compile(r"(Of|What|Those|Likewise|The same|As)\b")
-"""How a docstring does not begin: its first line says with a verb or a noun what there is."""
+"""Words with which no docstring may begin: its first line begins with a verb or a noun."""
 MAX_POSITIONAL = 6
 BUDGET = {
     "megatron_het": 920,  # entries, families of models, report
@@ -153,7 +153,7 @@ PRESENT: dict[str, Target] = {
 
 
 def import_circles(modules: Sequence[Module]) -> Finding:
-    """Groups of modules in which each can be reached from each other one by imports."""
+    """Returns groups of modules in which each imports each other one, directly or through others."""
     by_name = {m.name: m for m in modules}
     edges = {m.name: imports_of(m, by_name) for m in modules}
     circles = _circles(edges)
@@ -167,7 +167,7 @@ def import_circles(modules: Sequence[Module]) -> Finding:
 
 
 def package_circles(modules: Sequence[Module]) -> Finding:
-    """Rooms of the product that reach themselves by imports over other rooms."""
+    """Returns packages of the product that import themselves through other packages."""
     by_name = {m.name: m for m in modules}
     rooms = {m.name: room_of(m) for m in modules if m.name.split(".")[0] in PRODUCT}
     edges: dict[str, set[str]] = {room: set() for room in rooms.values()}
@@ -181,20 +181,20 @@ def package_circles(modules: Sequence[Module]) -> Finding:
 
 
 def named_modules(module: Module, known: Iterable[str]) -> set[str]:
-    """The modules that strings of a module name in full, to be imported at run time."""
+    """Returns the modules whose full names are strings of a module, to be imported at run time."""
     named = {n.value for n in module.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return {name for name in named & set(known) if "." in name} - {module.name}
 
 
 def room_of(module: Module) -> str:
-    """The folder below the product's top that a module lies in; what is started is a room of its own."""
+    """Returns the top-level package of a module within the product; entry points are packages of their own."""
     top = ("tools", "planner") if module.name.startswith("tools.") else ("megatron_het",)
     folders = Path(module.path).parent.parts[len(top) :]
     stem = Path(module.path).stem
     if stem == "__main__" or (top == ("megatron_het",) and not folders and not module.package):
         return module.path  # what is started, or named by --spec
     if folders[:1] == ("features",):
-        # Specs, kinds and passes know nothing of ranks; what runs on a rank knows the session, which knows the specs.
+        # Specs, kinds and passes do not import rank code; rank code imports the session, which imports the specs.
         is_spec = len(folders) == 1 or stem in ("spec", "kinds") or stem.endswith("passes") or stem == "__init__"
         return "features (specs)" if is_spec else "features (on a rank)"
     if folders[:2] == ("schedule", "view"):
@@ -203,7 +203,7 @@ def room_of(module: Module) -> str:
 
 
 def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of names that reach each other."""
+    """Returns groups of names that reach each other."""
     reach = {name: _reachable(name, edges) for name in edges}
     circles: list[list[str]] = []
     seen: set[str] = set()
@@ -217,7 +217,7 @@ def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def _reachable(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
-    """Returns what can be reached from ``start`` in one step or more."""
+    """Returns the names that can be reached from ``start`` in one or more steps."""
     found: set[str] = set()
     waiting = list(edges[start])
     while waiting:
@@ -229,7 +229,7 @@ def _reachable(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def long_functions(modules: Sequence[Module]) -> Finding:
-    """Functions of more than :data:`MAX_FUNCTION_LINES` lines from ``def`` to the last one."""
+    """Returns functions of more than :data:`MAX_FUNCTION_LINES` lines from ``def`` to the last one."""
     offenders = []
     for m in modules:
         for node in m.nodes:
@@ -241,13 +241,13 @@ def long_functions(modules: Sequence[Module]) -> Finding:
 
 
 def long_files(modules: Sequence[Module]) -> Finding:
-    """Files of more than :data:`MAX_FILE_LINES` lines."""
+    """Returns files of more than :data:`MAX_FILE_LINES` lines."""
     offenders = [f"{m.path}:{m.lines} has {m.lines} lines" for m in modules if m.lines > MAX_FILE_LINES]
     return Finding(len(offenders), offenders)
 
 
 def one_importer_modules(modules: Sequence[Module]) -> Finding:
-    """Short modules of the product that are no package's face and that a single module of the product imports."""
+    """Returns short modules of the product, without ``__init__``, that a single module of the product imports."""
     product = [m for m in modules if m.name.split(".")[0] in PRODUCT]
     by_name = {m.name: m for m in product}
     importers: dict[str, list[str]] = {}
@@ -263,7 +263,7 @@ def one_importer_modules(modules: Sequence[Module]) -> Finding:
 
 
 def docstring_openings(modules: Sequence[Module]) -> Finding:
-    """Docstrings of the product that begin with a word of :data:`OPENING`."""
+    """Returns docstrings of the product that begin with a word of :data:`OPENING`."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     offenders = [
         f"{m.at(node)} {text.splitlines()[0]}"
@@ -276,7 +276,7 @@ def docstring_openings(modules: Sequence[Module]) -> Finding:
 
 
 def type_checking_blocks(modules: Sequence[Module]) -> Finding:
-    """``if TYPE_CHECKING:`` and ``if typing.TYPE_CHECKING:``."""
+    """Returns the blocks ``if TYPE_CHECKING:`` and ``if typing.TYPE_CHECKING:``."""
     offenders = [
         m.at(node)
         for m in modules
@@ -287,7 +287,7 @@ def type_checking_blocks(modules: Sequence[Module]) -> Finding:
 
 
 def kinds_compared_as_numbers(modules: Sequence[Module]) -> Finding:
-    """Where a kind of operation is ordered, compared with an integer or taken for true or false."""
+    """Returns the places where a kind of operation is ordered, compared with an integer or tested for truth."""
     offenders = []
     for m in modules:
         if m.name.split(".")[0] == "tests":
@@ -323,7 +323,7 @@ def _numeric(node: ast.Compare) -> bool:
 
 
 def _integers(node: ast.AST) -> bool:
-    """An integer, a display of integers, or a range."""
+    """Whether the node is an integer, a display of integers, or a range."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int)
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
@@ -342,7 +342,7 @@ def _truths(node: ast.If | ast.IfExp | ast.While | ast.BoolOp | ast.UnaryOp) -> 
 
 
 def positional_records(modules: Sequence[Module]) -> Finding:
-    """Calls, and rows of an enum, with more than :data:`MAX_POSITIONAL` values that only their order tells apart."""
+    """Returns calls and rows of an enum with more than :data:`MAX_POSITIONAL` positional values."""
     product = [m for m in modules if m.name.split(".")[0] in PRODUCT]
     takes_any = {
         node.name
@@ -369,7 +369,7 @@ def positional_records(modules: Sequence[Module]) -> Finding:
 
 
 def sizes(modules: Sequence[Module]) -> dict[str, Finding]:
-    """Files, lines, lines by package, and the share of comments."""
+    """Returns files, lines, lines by package, and the share of comments."""
     product = [m for m in modules if m.name.startswith(("megatron_het", "tools.planner"))]
     lines = sum(m.lines for m in product)
     packages: Counter[str] = Counter()
@@ -412,12 +412,12 @@ for feature, _ in features_of(plan):
     if feature.runtime and feature.runs_with(SimpleNamespace()):
         importlib.import_module(feature.runtime)
 """
-"""What a rank of a plan loads before its first iteration: what entry, launch and session import on their way."""
+"""Modules that a rank of a plan loads before its first iteration: the imports of entry, launch and session."""
 _COUNT = "print(sum(name.split('.')[0] in ('megatron_het', 'tools') for name in sys.modules))"
 
 
 def loaded_modules(root: Path) -> Finding:
-    """Modules of the product that two starts load: the planner's command, and a rank of the 1F1B plan it made."""
+    """Returns the modules of the product that two starts load: the planner's command, and a rank of its 1F1B plan."""
     counts = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, program in (("het-plan plan", _PLAN), ("1F1B", _START)):
@@ -430,7 +430,7 @@ def loaded_modules(root: Path) -> Finding:
 
 
 def measure(root: Path) -> dict[str, Finding]:
-    """All figures of the tree at ``root`` that its sources show."""
+    """Returns all figures of the sources under ``root``."""
     modules = read_tree(root)
     everywhere, outside = files_for_a_feature(modules)
     return {
@@ -450,7 +450,7 @@ def measure(root: Path) -> dict[str, Finding]:
 
 
 def grown(found: Mapping[str, Finding]) -> list[str]:
-    """The figures that are above their targets, or above their values of :data:`PRESENT` where they are there."""
+    """Returns the figures above their targets, or above their values in :data:`PRESENT`."""
     limits = TARGETS | PRESENT
     return [key for key, finding in found.items() if key in limits and finding.missed(limits[key])]
 

@@ -1,4 +1,4 @@
-"""How many files a reader opens for each feature of the product; the definition is in ``benchmarks.structure``."""
+"""Counts the files that a reader opens for each feature of the product, as ``benchmarks.structure`` defines it."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ class Module:
     nodes: list[ast.AST] = field(default_factory=list)
 
     def at(self, node: ast.AST) -> str:
-        """``file:line`` of a node."""
+        """Returns ``file:line`` of a node."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
 
@@ -45,7 +45,7 @@ class Finding:
     offenders: list[str]
 
     def missed(self, target: Target) -> bool:
-        """Whether the figure, or one of them, is above the target; a name without a target cannot be."""
+        """Whether a figure is above its target; names without a target never are."""
         values = self.value if isinstance(self.value, dict) else {"": self.value}
         return any(
             value > (target.get(name, value) if isinstance(target, Mapping) else target)
@@ -54,7 +54,7 @@ class Finding:
 
 
 def read_tree(root: Path, folders: Sequence[str] = FOLDERS) -> list[Module]:
-    """The modules under ``root``, by path.
+    """Returns the modules under ``root``, by path.
 
     Raises:
         ValueError: A file cannot be parsed, or there is none.
@@ -87,7 +87,7 @@ def read_tree(root: Path, folders: Sequence[str] = FOLDERS) -> list[Module]:
 
 
 def imports_of(module: Module, known: Iterable[str]) -> dict[str, ast.AST]:
-    """Modules among ``known`` that ``module`` imports anywhere, each with the first statement that does.
+    """Returns the modules of ``known`` that ``module`` imports anywhere, each with the first such statement.
 
     ``from a import b`` is an import of ``a.b`` where that is a module, else of ``a``.
     """
@@ -108,7 +108,7 @@ def imports_of(module: Module, known: Iterable[str]) -> dict[str, ast.AST]:
 
 
 def _base(module: Module, node: ast.ImportFrom) -> str:
-    """The absolute name that a ``from`` import starts at."""
+    """Returns the absolute name at which a ``from`` import starts."""
     if not node.level:
         return node.module or ""
     parts = module.name.split(".")
@@ -117,7 +117,7 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """``a.b.c`` as text, None for anything that is not made of names."""
+    """Returns ``a.b.c`` as text; None for nodes that are not made of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -130,7 +130,7 @@ MAX_FILES, MAX_OUTSIDE = 12, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Where a feature lives and what only it is called."""
+    """The package and the own identifiers of a feature."""
 
     room: str  # its package, as a dotted name
     words: str  # a pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``
@@ -199,7 +199,7 @@ FEATURES = {
 def files_for_a_feature(
     modules: Sequence[Module], features: Mapping[str, Feature] = FEATURES
 ) -> tuple[Finding, Finding]:
-    """Files that a reader opens for every feature: those of its room and those outside, and the latter alone."""
+    """Counts the files that a reader opens for every feature: inside and outside of its package, and outside alone."""
     product = [m for m in modules if m.name.split(".")[0] in PRODUCT]
     known = {m.name for m in product}
     words = {m.name: list(_words(m)) for m in product}
@@ -232,12 +232,12 @@ def _hit(
     feature: Feature,
     entries: Mapping[str, Set[str]],
 ) -> tuple[ast.AST, str] | None:
-    """The first place of a module that imports a feature or names one of its identifiers, and what it does there."""
+    """Returns the first place where a module imports a feature or names one of its identifiers, with a description."""
     for other, node in imports_of(module, known).items():
         if any(other == home or other.startswith(home + ".") for home in (feature.room, *feature.elsewhere)):
             return node, f"imports {other}"
     pattern, in_strings = re.compile(feature.words), re.compile(feature.parameters or r"(?!)")
-    is_table = module.name == Columns.__module__  # where all entries stand, whoever has them
+    is_table = module.name == Columns.__module__  # the file with the entries of all features
     columns = frozenset() if is_table else entries.get(feature.executor, frozenset())
     for node, word in words:
         if pattern.fullmatch(word) or (isinstance(node, ast.Constant) and in_strings.fullmatch(word)):
@@ -248,12 +248,12 @@ def _hit(
 
 
 def _entries_of_executors() -> dict[str, set[str]]:
-    """What only the kinds of one executor are called or have in a column: ``Kind.KV_SEND``, ``Price.PREFETCH``."""
+    """Returns names and column entries that only one executor's kinds have: ``Kind.KV_SEND``, ``Price.PREFETCH``."""
     owners: dict[str, set[str]] = {}
     for kind in Kind:
         for column in Columns.__annotations__:
             entry = getattr(kind, column)
-            parts = entry if isinstance(entry, Flag) else (entry,)  # of the work of a whole backward too
+            parts = entry if isinstance(entry, Flag) else (entry,)  # also a price of the whole backward
             for part in parts:
                 if isinstance(part, Enum):
                     owners.setdefault(f"{type(part).__name__}.{part.name}", set()).add(kind.executor)
@@ -266,11 +266,11 @@ def _entries_of_executors() -> dict[str, set[str]]:
 
 
 def _words(module: Module) -> Iterator[tuple[ast.AST, str]]:
-    """Identifiers, and strings that are not docstrings, in lower case with underscores."""
+    """Yields identifiers, and strings that are not docstrings, in lower case with underscores."""
     docstrings = set()
     for node in module.nodes:
         body = getattr(node, "body", None)
-        if isinstance(body, list):  # a string that stands alone explains what comes before or after
+        if isinstance(body, list):  # a string statement documents the code before or after it
             docstrings |= {id(s.value) for s in body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)}
     for node in module.nodes:
         for text in _texts(node, docstrings):

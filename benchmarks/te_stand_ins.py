@@ -1,4 +1,4 @@
-"""Transformer Engine on a machine without a GPU: modules as those of release 2.14, for fake tensors.
+"""Stand-ins for Transformer Engine on a machine without a GPU: modules like those of release 2.14, for fake tensors.
 
 :func:`install` lets ``import transformer_engine`` find them; it comes before Megatron is imported.  Layers have the
 parameters and results of Transformer Engine's; what they compute is torch's.  ``python -m
@@ -26,7 +26,7 @@ SCHEDULES = ("1f1b", "slimpipe")
 
 
 class _Layer(torch.nn.Module):
-    """What all layers have."""
+    """Base class of all layers."""
 
     def __init__(self, dtype: torch.dtype | None, device: Any = "cuda") -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class _Layer(torch.nn.Module):
         return torch.nn.Parameter(torch.empty(*shape, **self._made))
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients are put off."""
+        """Whether weight gradients are delayed."""
         return False
 
     def backward_dw(self) -> None:
-        """Nothing was put off."""
+        """Do nothing, because no weight gradient is delayed."""
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not used: with TP 1 there is nothing to do."""
+        """Do nothing; there is only TP 1."""
 
 
 class Linear(_Layer):
@@ -71,7 +71,7 @@ class Linear(_Layer):
         self.use_bias, self.return_bias = bias, return_bias
 
     def forward(self, inp: torch.Tensor, **_: Any) -> Any:
-        """The product, and the bias where it is added later."""
+        """Returns the product, and the bias if it is added later."""
         return self._result(torch.matmul(inp, self.weight.t()))
 
     def _result(self, output: torch.Tensor) -> Any:
@@ -100,7 +100,7 @@ class LayerNormLinear(Linear):
         self.return_layernorm_output = return_layernorm_output
 
     def forward(self, inp: torch.Tensor, **_: Any) -> Any:
-        """The norm and the product."""
+        """Returns the product of the normalized input, and the bias if it is added later."""
         normed = _normed(inp, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         found = self._result(torch.matmul(normed, self.weight.t()))
         if not self.return_layernorm_output:
@@ -121,7 +121,7 @@ class GroupedLinear(_Layer):
             setattr(self, f"bias{number}", one.bias)
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int], **_: Any) -> Any:
-        """One product for each expert."""
+        """Returns one product for each expert."""
         assert len(m_splits) == self.num_gemms
         parts = torch.split(inp, list(m_splits))
         products = [part @ getattr(self, f"weight{i}").t() for i, part in enumerate(parts)]
@@ -155,7 +155,7 @@ class RMSNorm(_Layer):
         self.bias: torch.nn.Parameter | None = None
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """The norm."""
+        """Returns the normalized input."""
         return _normed(inp, self.weight, self.bias, self.eps)
 
 
@@ -178,7 +178,7 @@ class DotProductAttention(_Layer):
     def forward(
         self, query_layer: torch.Tensor, key_layer: torch.Tensor, value_layer: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """``[s, b, h * d]``."""
+        """Returns the attention's output, ``[s, b, h * d]``."""
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return output.permute(2, 0, 1, 3).flatten(2)
@@ -208,7 +208,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Nothing is drawn from fake tensors."""
+        """Do nothing: fake tensors draw no random numbers."""
         yield
 
 
@@ -238,12 +238,12 @@ def _dummy_gradient(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
-    """Stands for a kernel that flags choose, and that no family's flags do."""
+    """Stand-in for kernels that no family's flags select; raises when called."""
     raise NotImplementedError
 
 
 class _Recipe:
-    """A recipe of fp8, which nobody uses here."""
+    """An fp8 recipe, which is not used here."""
 
     def __init__(self, **kwargs: Any) -> None:
         pass
@@ -291,7 +291,7 @@ def install() -> None:
 
 
 def iterations(families: Sequence[str]) -> list[Any]:
-    """The dry runs of some families: the first and the last rank of a plan of every one of ``SCHEDULES``."""
+    """Returns the dry runs of some families: first and last rank of a plan of each of ``SCHEDULES``."""
     from benchmarks.cuda_iterations import Iteration
     from benchmarks.models import case_for
     from megatron_het.families import LATENT_SPEC
@@ -299,7 +299,7 @@ def iterations(families: Sequence[str]) -> list[Any]:
 
     @dataclass(frozen=True)
     class WithLayersOfTE(Iteration):
-        """Without what is there for machines without Transformer Engine."""
+        """A platform without the replacements for machines without Transformer Engine."""
 
         def flags(self) -> list[str]:
             words = super().flags()

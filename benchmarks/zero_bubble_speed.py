@@ -1,4 +1,4 @@
-"""ZB-H1 against 1F1B on two stages with few microbatches: ``python -m benchmarks.zero_bubble_speed --json OUT``.
+"""Compares ZB-H1 with 1F1B, two stages, few microbatches: ``python -m benchmarks.zero_bubble_speed --json OUT``.
 
 The same model, plan and executor on both sides; stock Megatron's 1F1B runs beside them.  Runs alternate, each round
 starting with another side, so that slow phases of the machine hit all.  A run's figure is the median of the iteration
@@ -29,7 +29,7 @@ _TRACED = 4
 
 
 def flags(microbatches: int, iterations: int) -> tuple[str, ...]:
-    """Matrix products dominate; the vocabulary is small, so that the stages are equal."""
+    """Returns flags under which matrix products dominate; the vocabulary is small, so that the stages are equal."""
     model = ModelShape(_LAYERS, _HIDDEN, 4, 4, _SEQ, 3 * _HIDDEN)
     own = f"--pipeline-model-parallel-size {_STAGES} --lr 1e-4 --lr-decay-style constant --split 100,0,0"
     more = words(own, "--clip-grad 1.0 --distributed-timeout-minutes 10 --seed 1")
@@ -37,7 +37,7 @@ def flags(microbatches: int, iterations: int) -> tuple[str, ...]:
 
 
 def run(runner: Runner, side: str, microbatches: int, iterations: int, folder: Path) -> float:
-    """Run one side; its median iteration in seconds.  A plan's ranks write traces into the folder."""
+    """Run one side; returns its median iteration in seconds.  A plan's ranks write traces into the folder."""
     more = () if side == "stock" else ("--het-trace", str(folder), "--het-trace-iteration", str(_TRACED))
     folder.mkdir(parents=True)
     arguments = (*flags(microbatches, iterations), *_SIDES[side], *more)
@@ -46,7 +46,7 @@ def run(runner: Runner, side: str, microbatches: int, iterations: int, folder: P
 
 
 def durations(folder: Path, kinds: tuple[Kind, ...]) -> list[dict[Kind, float]]:
-    """Mean seconds of every kind of compute operation, by stage, from the traces of a run."""
+    """Returns the mean seconds of every kind of compute operation, by stage, from the traces of a run."""
     found = []
     for stage in range(_STAGES):
         events = json.loads((folder / f"trace-rank-{stage}.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -62,7 +62,7 @@ _COMPUTE = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def simulated_speedup(found: list[dict[Kind, float]], microbatches: int) -> float:
-    """Time of 1F1B over that of ZB-H1 with measured durations and free transfers."""
+    """Returns the time of 1F1B over that of ZB-H1, simulated with measured durations and free transfers."""
     shape = Shape.uniform(_STAGES, microbatches, layers_per_chunk=_LAYERS // _STAGES)
     backward = [times[Kind.BACKWARD_INPUT] + times[Kind.BACKWARD_WEIGHT] for times in found]
     costs = Costs(
@@ -75,7 +75,7 @@ def simulated_speedup(found: list[dict[Kind, float]], microbatches: int) -> floa
 
 
 def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> dict[str, Any]:
-    """All runs and what follows from them."""
+    """Carry out all runs; returns the figures."""
     with Runner() as runner:
         times = alternate(
             _SIDES, rounds, lambda side, i: run(runner, side, microbatches, iterations, folder / f"{i}-{side}")
@@ -97,7 +97,7 @@ def measure(microbatches: int, rounds: int, iterations: int, folder: Path) -> di
 
 
 def main() -> int:
-    """Command line; exit code 1 where the simulator promises 1.08 and less than 1.05 is measured."""
+    """Command line; exit code 1 if the simulator predicts at least 1.08 and less than 1.05 is measured."""
     parser = command_line("benchmarks.zero_bubble_speed", __doc__)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs")

@@ -1,4 +1,4 @@
-"""Memory and collectives of the parameter window against Zorse's formulas and the simulator.
+"""Compares memory and collectives of the parameter window with Zorse's formulas and the simulator.
 
 ``python -m benchmarks.zorse_memory --json OUT``: one model on two stages of four ranks, with 1, 2, 4
 and 8 ministages per stage as in the paper: shards offloaded, updated at once, released at the turn.
@@ -47,11 +47,11 @@ from tools.planner.costs.layer import CPU_GLOO
 from tools.planner.costs.layercost import LayerCost, MeasuredCosts
 from tools.planner.profile.settings import ProfileSettings, run_profile
 
-# What the cost model says about the memory of a ministage run: one layer's profile, and the simulator.
+# The cost model's memory of a ministage run: one layer's profile, and the simulator.
 #
 # The planner's profiler measures embedding, one transformer layer and output layer by themselves, in one
-# process; the planner's cost model makes of that what a layer keeps and needs for a while; the simulator
-# adds it up over the very program that the ranks run.  Nothing comes from the runs that it is compared with.
+# process; from this the planner's cost model derives a layer's kept and temporary bytes; the simulator
+# sums these over the program that the ranks run.  No figure comes from the runs that it is compared with.
 
 
 _FP32, _KIND = 4, "CPU"
@@ -60,7 +60,7 @@ _RECOMPUTE = ("none", "full")
 
 @dataclass(frozen=True)
 class Layers:
-    """Bytes of a model's layers, for one microbatch of one sequence in fp32 on the CPU."""
+    """The bytes of a model's layers, for one microbatch of one sequence in fp32 on the CPU."""
 
     costs: MeasuredCosts
 
@@ -79,30 +79,30 @@ class Layers:
         return cls(MeasuredCosts(model, run_profile(settings, 1), lambda _: core, CPU_GLOO))
 
     def cost(self, kind: str, recompute: str) -> LayerCost:
-        """Of ``embedding``, ``layer`` or ``head``."""
+        """Returns the cost of ``embedding``, ``layer`` or ``head``."""
         return self.costs.cost(_KIND, kind, 1, 1, recompute)  # type: ignore[arg-type]
 
 
 def share_of(plan: Plan, stage: int, replica: int) -> float:
-    """The part of a stage's state that a replica keeps."""
+    """Returns the part of a stage's state that a replica keeps."""
     return state_parts(plan.stages[stage])[replica]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Holds what the simulator predicts for a plan."""
+    """The simulator's predictions for a plan."""
 
     plan: Plan
     layers: Layers
 
     @cached_property
     def program(self) -> Program:
-        """Returns what the ranks run, over gloo."""
+        """Returns the program that the ranks run over gloo."""
         return posted_for("gloo", build(self.plan)[False])
 
     @cached_property
     def chunk_bytes(self) -> list[list[int]]:
-        """Whole parameters per stage and chunk, from the shapes."""
+        """Returns the bytes of whole parameters per stage and chunk, from the shapes."""
         recompute = self.plan.training.recompute
         sizes = {kind: self.layers.cost(kind, recompute).parameters * _FP32 for kind in ("layer", "embedding", "head")}
         table = [[count * sizes["layer"] for count in stage.layers] for stage in self.plan.stages]
@@ -111,7 +111,7 @@ class Prediction:
         return table
 
     def _activations(self) -> Memory:
-        """Kept and temporary bytes of every chunk."""
+        """Returns the kept and the temporary bytes of every chunk."""
         recompute, last = self.plan.training.recompute, len(self.plan.stages) - 1
         layer, first, head = (self.layers.cost(kind, recompute) for kind in ("layer", "embedding", "head"))
         kept, extra = [], []
@@ -119,7 +119,7 @@ class Prediction:
             own = [count * layer.activation_bytes for count in stage.layers]
             more = [layer.workspace_bytes if count else 0.0 for count in stage.layers]
             if s == last:
-                # The backward begins with the head, and what it kept is gone when the layers follow.
+                # The backward begins with the head, whose kept tensors are freed before the layers' backward.
                 own[-1] += head.activation_bytes
                 more[-1] = max(head.workspace_bytes, more[-1] - head.activation_bytes)
             if s == 0:
@@ -139,7 +139,7 @@ class Prediction:
         return tuple(table[device.stage] for device in self.program.devices)
 
     def _state(self) -> Memory:
-        """Parameters, gradients and optimizer state (in fp32 the shards are the main parameters)."""
+        """Returns parameters, gradients and optimizer state (in fp32 the shards are the main parameters)."""
         options = options_of(self.plan, "window")
         assert options is not None
         whole = self._per_device([tuple(map(float, row)) for row in self.chunk_bytes])
@@ -158,7 +158,7 @@ class Prediction:
 
     @cached_property
     def peaks(self) -> list[dict[str, Any]]:
-        """Per device: peaks of each kind by itself and of everything together, and gathers."""
+        """Returns, per device, the peaks of each kind and of all memory together, and the gathers."""
         shape = self.plan.model
         ones = tuple(tuple(1.0 for _ in self.plan.stages[d.stage].layers) for d in self.program.devices)
         threes = tuple(tuple(3.0 for _ in row) for row in ones)
@@ -211,7 +211,7 @@ _FLAGS = words(
 
 
 def arguments(plan: Plan, folder: Path, iterations: int) -> tuple[str, ...]:
-    """The command line of a training under a plan, which is saved in the folder of the reports."""
+    """Save a plan in the folder of the reports; returns the command line of its training."""
     save_plan(plan, folder / "plan.json")
     flags = plain_flags(plan.model, VOCABULARY, plan.num_microbatches, iterations)
     where = ("--het-plan", str(folder / "plan.json"), "--het-report", str(folder))
@@ -232,7 +232,7 @@ class Configuration:
 
 
 def configurations() -> list[Configuration]:
-    """Ministages as in the paper, what they are compared with, and further options."""
+    """Yields ministages as in the paper, the configurations to compare with, and further options."""
     paper = {"keep_at_turn": False, "update": "at-once", "offload": True}
     most = MINISTAGES[-1]
     return [
@@ -248,7 +248,7 @@ def configurations() -> list[Configuration]:
 
 
 def _few_ranks(paper: dict[str, Any]) -> Iterator[Configuration]:
-    """Yields what changes activations, on two replicas per stage: recomputation, offload, microbatches."""
+    """Yields configurations with other activations, on two replicas per stage: recomputation, offload, microbatches."""
     moving = {**paper, "offload_activations": 1.0}
     for count in (1, MINISTAGES[-1]):
         yield Configuration(f"{count} ministages, no recomputation", count, paper, "none", 2, 8)
@@ -258,7 +258,7 @@ def _few_ranks(paper: dict[str, Any]) -> Iterator[Configuration]:
 
 
 def plan_of(configuration: Configuration) -> Plan:
-    """Two stages of equal replicas; gathers per microbatch need equal shares."""
+    """Returns a plan of two stages of equal replicas; gathers per microbatch need equal shares."""
     replicas, microbatches = configuration.replicas, configuration.microbatches
     owned = tuple(tuple(range(q, microbatches, replicas)) for q in range(replicas))
     per_chunk = LAYERS // STAGES // configuration.ministages
@@ -279,7 +279,7 @@ def plan_of(configuration: Configuration) -> Plan:
 
 
 def formula(configuration: Configuration, plan: Plan, table: list[int], stage: int) -> dict[str, float]:
-    """Table 2 of the paper for one stage: parameters in bytes, gathers per iteration.
+    """Returns Table 2 of the paper for one stage: parameters in bytes, gathers per iteration.
 
     The paper's L is the layers of the stage and its L/S those of a ministage, which here carry
     embedding and output layer too: the largest ministage of ``table`` counts.
@@ -315,7 +315,7 @@ def measure(runner: Runner, configuration: Configuration, layers: Layers, folder
 
 
 def _rank(configuration: Configuration, expected: Prediction, rank: int, folder: Path) -> dict[str, Any]:
-    """Returns what one rank measured, beside what the simulator and the paper say."""
+    """Returns the measurements of one rank, beside the figures of the simulator and the paper."""
     plan, simulated = expected.plan, expected.peaks[rank]
     report = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     watched = json.loads((folder / f"watch-{rank}.json").read_text(encoding="utf-8"))
@@ -353,12 +353,12 @@ def _rank(configuration: Configuration, expected: Prediction, rank: int, folder:
 
 
 def total(entry: dict[str, Any]) -> float:
-    """The most that a rank held at once."""
+    """Returns the peak of all memory of a rank."""
     return max(rank["measured"]["total"] for rank in entry["ranks"])
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that the benchmark is judged by."""
+    """Returns the top-level figures."""
     by_name = {entry["name"]: entry for entry in entries}
     one, most = by_name["1 ministages"], by_name[f"{MINISTAGES[-1]} ministages"]
     zero3 = by_name[ZERO3]
@@ -389,7 +389,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(entry: dict[str, Any]) -> str:
-    """One configuration for the terminal: totals, and Table 2 beside what was measured."""
+    """Returns a configuration's line for the terminal: totals, and Table 2 beside the measurements."""
     rank = max(entry["ranks"], key=lambda r: r["measured"]["total"])
     table, found = rank["table_2"], rank["measured"]
     errors = ", ".join(f"{name} {error:.3f}" for name, error in entry["errors"].items())

@@ -1,7 +1,7 @@
-"""Speed of Zorse's two ideas on processes of unequal speed.
+"""Measures the speed of Zorse's two ideas on processes of unequal speed.
 
 ``python -m benchmarks.zorse_speed --json OUT``: five or six ranks on two cores.  Rank 0 has a core of
-its own, the others share one, so they are really slower.  Every figure is a ratio of runs that alternate.
+its own, the others share one, so they are slower.  Every figure is a ratio of alternating runs.
 
 ``speedup_over_even_split``: a stage of ranks 0 to 3 and a stage of rank 4.  Microbatches in equal
 shares against routes by Zorse's rule (``plan/placement.py``), with shares under which both cores have as much to do.
@@ -40,7 +40,7 @@ Ids = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what one side of a comparison runs."""
+    """The settings of one side of a comparison."""
 
     name: str  # for output
     layers: tuple[tuple[int, ...], ...]  # per stage and ministage
@@ -50,7 +50,7 @@ class Setting:
     options: Mapping[str, Any]  # of the window
 
     def plan(self) -> Plan:
-        """The plan; ranks are numbered in order."""
+        """Returns the plan; ranks are numbered in order."""
         total = sum(len(own) for own in self.ids[0])
         stages, rank = [], 0
         for layers, owned in zip(self.layers, self.ids, strict=True):
@@ -68,12 +68,12 @@ class Setting:
 
 
 def pin(*, rank: int, cores: list[list[int]]) -> None:
-    """A job's setup: this rank runs on its cores only; threads started later inherit that."""
+    """Pin this rank to its cores (a ``Job.setup``); threads that are started later inherit this."""
     os.sched_setaffinity(0, set(cores[rank]))
 
 
 def unequal_cores(ranks: int) -> list[list[int]]:
-    """Rank 0 has the first core for itself, all others share the second."""
+    """Returns the cores of the ranks: rank 0 has the first core alone, all others share the second."""
     available = sorted(os.sched_getaffinity(0))
     if len(available) < 2:
         sys.exit("error: this benchmark needs two cores, so that one process has one of its own")
@@ -81,7 +81,7 @@ def unequal_cores(ranks: int) -> list[list[int]]:
 
 
 def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
-    """Train; seconds per iteration by the reports of the ranks."""
+    """Train; returns the seconds per iteration from the reports of the ranks."""
     plan = setting.plan()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -94,40 +94,40 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> floa
 
 
 def routed_ids(first: int, replicas: Sequence[int], total: int) -> Ids:
-    """Zorse's routes when rank 0 runs ``first`` microbatches and the rest of its stage equally many."""
+    """Returns Zorse's routes if rank 0 runs ``first`` microbatches, and the other ranks of its stage equal shares."""
     others = replicas[0] - 1
     rest = [(total - first) // others + (q < (total - first) % others) for q in range(others)]
     counts = [[first, *rest], [total]]
-    # Whoever finishes its share together with the others is as fast as its share is large.
+    # Replicas that finish at the same time are as fast as their shares are large.
     return route([[1.0 / count for count in row] for row in counts], total, counts)
 
 
 def even_ids(replicas: Sequence[int], total: int) -> Ids:
-    """Equal shares, dealt in turn."""
+    """Returns equal shares, dealt in turn."""
     return [[tuple(range(q, total, count)) for q in range(count)] for count in replicas]
 
 
 class Bench:
-    """Runs and remembers."""
+    """Runs settings and caches their times."""
 
     def __init__(self, runner: Runner, folder: Path, iterations: int, rounds: int) -> None:
         self.runner, self.folder = runner, folder
         self.iterations, self.rounds = iterations, rounds
 
     def alternate(self, settings: Sequence[Setting]) -> dict[str, list[float]]:
-        """Seconds per iteration of every run."""
+        """Run settings in turn; returns the seconds per iteration of every run."""
         own = {setting.name: setting for setting in settings}
         return alternate(
             own, self.rounds, lambda name, _: run(self.runner, own[name], self.folder / name, self.iterations)
         )
 
     def mixed_stage(self, tokens: int, total: int) -> dict[str, Any]:
-        """Routed microbatches against an even split of a mixed stage."""
+        """Compare routed microbatches with an even split of a mixed stage."""
         layers, replicas, hidden = ((3, 3), (1, 1)), (4, 1), HIDDEN["even"]
         even = Setting("even split", layers, even_ids(replicas, total), tokens, hidden, {})
         per_stage = [sum(row) for row in layers]
         work = total * sum(per_stage)
-        # The second core has all of the second stage, and what others than rank 0 run of the first one.
+        # The second core runs the whole second stage, and the first stage's share of all ranks but rank 0.
         equal = work - total * per_stage[0] / replicas[0]
         first = round(work / 2 / per_stage[0])
         routed = Setting("routed", layers, routed_ids(first, replicas, total), tokens, hidden, {})
@@ -144,7 +144,7 @@ class Bench:
         }
 
     def zero3(self, tokens: int, total: int, ministages: int) -> dict[str, Any]:
-        """Ministages against gathers for every microbatch."""
+        """Compare ministages with gathers for every microbatch."""
         ids, hidden = even_ids((3, 3), total), HIDDEN["zero3"]
         cut = ((LAYERS // 2 // ministages,) * ministages,) * 2
         whole = ((LAYERS // 2,),) * 2
@@ -166,7 +166,7 @@ class Bench:
 
 
 def ratio(times: Mapping[str, Sequence[float]], slower: str, faster: str) -> float:
-    """Median of the ratios of neighbouring runs."""
+    """Returns the median of the ratios of neighbouring runs."""
     return statistics.median(a / b for a, b in zip(times[slower], times[faster], strict=True))
 
 
