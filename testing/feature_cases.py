@@ -45,17 +45,17 @@ from testing.zorse_cases import divided, with_shares
 # Mixture of experts under every schedule: the plans of the dense cases with layers of experts.
 
 
-_WHOLE_SEQUENCES = ("capacity",)  # families whose passes need whole sequences
+_WHOLE_SEQUENCES = ("capacity",)  # families that need whole sequences in a pass
 _BY_SEQUENCE = ("deepseek", "sequence-balance")  # families whose balancing does not depend on the sizes of microbatches
 
 _ONE_REPLICA = ("global-balance",)  # families whose balancing needs one replica per stage
 
 
 def is_routed(case: Case) -> bool:
-    """Whether tokens are routed by the largest of scores.
+    """Whether tokens are routed to experts by the largest scores.
 
-    Scores that are equal up to rounding may be ordered differently.  A token in another expert does not show in losses,
-    but in the moments that Adam keeps of the few tokens of an expert.
+    Scores that are equal up to rounding may be ordered differently.  A token in another expert hardly changes losses,
+    but Adam's moments of an expert with few tokens.
     """
     return case.family in EXPERT_FAMILIES or (case.family in MODELS and has_experts(case.family))
 
@@ -87,11 +87,11 @@ def expert_families_for(plan: Plan) -> list[str]:
 
 
 def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with a family of experts each, under sequence parallelism and EP where they have TP.
+    """The cases in fp32, each with a mixture-of-experts family; with TP under sequence parallelism, some with EP.
 
     Args:
-        cases: Of a dense model; those in fp32 count.
-        seed: Of the choice.
+        cases: Cases of a dense model.
+        seed: Seed of the choice.
     """
     rng, parts, found = random.Random(seed), random.Random(f"parts of experts {seed}"), []
     for case in cases:
@@ -116,7 +116,7 @@ def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
     return found
 
 
-# Plans whose backward passes are split, for the comparison with one process.
+# Plans with split backward passes (zero bubble), for the comparison with one process.
 
 
 SCHEDULE, V_SCHEDULES = "zb-h1", ("zb-v", "v-half")
@@ -127,7 +127,7 @@ _V_PARAMETERS: dict[str, Sequence[Any]] = {**_FAMILY_PARAMETERS, "schedule": V_S
 
 
 def zero_bubble_cases(seed: int, quick: bool) -> list[Case]:
-    """Plans chosen pairwise from features and families of models, some of them in bf16 too, and random ones."""
+    """Plans of pairwise combinations of features and model families, some also in bf16, and random ones."""
     rng = random.Random(seed)
     rows, _ = pairwise(_FAMILY_PARAMETERS, is_valid, rng)
     cases = [_case(row, f"pair-{i:02}", rng) for i, row in enumerate(rows)]
@@ -139,14 +139,14 @@ def zero_bubble_cases(seed: int, quick: bool) -> list[Case]:
 
 
 def _allowed(case: Case) -> Case:
-    """Without early reductions where replicas would begin them in different orders: tied embeddings are one alone."""
+    """The case, without overlapped gradient reductions if tied replicas would start them in different orders."""
     if case.overlap and case.plan.model.tied_embeddings and unequal_orders(program_of(case.plan)) is not None:
         return replace(case, overlap=False, chosen={**case.chosen, "overlap": False})
     return case
 
 
 def _v_cases(seed: int, quick: bool) -> list[Case]:
-    """The same for two chunks per stage in a V: the schedule is one of the features."""
+    """Cases with two chunks per stage in a V; the schedule is one of the combined features."""
     rng = random.Random(f"v {seed}")
     rows, _ = pairwise(_V_PARAMETERS, lambda row: is_valid(row) and _can_be_tied(row), rng)
     found = [(row["schedule"], _case(row, f"pair-{i:02}", rng)) for i, row in enumerate(rows)]
@@ -160,7 +160,7 @@ def _v_cases(seed: int, quick: bool) -> list[Case]:
 
 
 def _can_be_tied(row: Row) -> bool:
-    """The two ends of a single stage are in two chunks."""
+    """Whether embeddings may be tied: not in a single stage, whose embedding and output layer are in two chunks."""
     return not (row["tied"] and row["stages"] == 1)
 
 
@@ -172,8 +172,8 @@ def _case(row: Row, name: str, rng: random.Random, precision: str = "fp32") -> C
 
 
 _PACKED_FAMILIES = ("llama", "gpt", "qk-norm", "softmax-offset", "off-by-one")
-# How documents are told apart: flags of the run and its reference, and of the run alone.  Stock Megatron in one
-# process has no attention by the dataset's documents; every document ends with its token, so both are the same.
+# Ways to separate documents: flags of the run and its reference, and of the run only.  Stock Megatron in one
+# process cannot use the dataset's document boundaries.  Every document ends with the end token, so both ways agree.
 DOCUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "by token": (words("--reset-attention-mask"), ()),
     "by token, with positions": (words("--reset-attention-mask --reset-position-ids"), ()),
@@ -183,14 +183,14 @@ DOCUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def packed[C: Case](case: C, documents: str, family: str) -> C:
-    """The case with packed documents."""
+    """The case with packed documents, separated in one of the ways of :data:`DOCUMENTS`."""
     extra, own = DOCUMENTS[documents]
     chosen = {**case.chosen, "family": family, "documents": documents}
     return replace(case, family=family, extra=(*case.extra, *extra), own=(*case.own, *own), chosen=chosen)
 
 
 def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with documents of long-tailed lengths in every sequence."""
+    """The cases in fp32 with several documents of long-tailed lengths in every sequence."""
     rng, found = random.Random(seed), []
     ways = [*DOCUMENTS, "by dataset", "by token, with positions"]
     for case in cases:
@@ -200,7 +200,7 @@ def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
 
 
 def with_attention(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with a kind of attention each; in fp32 alone."""
+    """The cases in fp32, each with a family of :data:`ATTENTION_FAMILIES`."""
     rng, found = random.Random(seed), []
     for case in cases:
         if case.plan.training.precision != "fp32":
@@ -211,20 +211,20 @@ def with_attention(cases: Sequence[Case], seed: int) -> list[Case]:
     return found
 
 
-# Hybrid models under the plans of dense ones: every layer becomes attention and what follows it, and cuts move.
+# Hybrid models under the plans of dense ones: every layer becomes two, attention first, and chunk boundaries move.
 
 
 def _counts(plan: Plan, rng: random.Random, *, keeps_attention: bool) -> list[list[int]]:
-    """Layers of every chunk: twice as many, some of them moved over a boundary to a neighbour on the path.
+    """Layers of every chunk: twice those of the plan, with one moved to the next chunk at some boundaries.
 
     Args:
-        plan: Of a dense model.
-        rng: For what moves.
-        keeps_attention: Whether every chunk needs attention, which comes first of every two layers.
+        plan: Plan of a dense model.
+        rng: Random numbers for the boundaries.
+        keeps_attention: Whether every chunk needs attention, the first of every two layers.
     """
     found = [[2 * count for count in stage.layers] for stage in plan.stages]
     for (a, b), (c, d) in zip(plan.path, plan.path[1:], strict=False):
-        # A layer of an MLP begins the next chunk; with attention in every chunk the next one has some of its own too.
+        # The moved layer is an MLP, so the next chunk must have layers of its own to have attention.
         if found[a][b] > 1 and rng.random() < 0.5 and not (keeps_attention and found[c][d] == 0):
             found[a][b] -= 1
             found[c][d] += 1
@@ -235,9 +235,9 @@ def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[i
     """The case with a hybrid model.
 
     Args:
-        case: Of a dense model.
+        case: Case of a dense model.
         family: One of ``HYBRID_FAMILIES``.
-        cuts: Layers of every chunk by stage, or what draws them.
+        cuts: Layers of every chunk by stage, or random numbers to draw them.
     """
     plan = case.plan
     keeps = bool(plan.schedule.parameters.get("context_exchange"))
@@ -260,21 +260,21 @@ def as_hybrid(case: Case, family: str, cuts: random.Random | Sequence[Sequence[i
 def families_for(plan: Plan) -> list[str]:
     """The hybrid families without recurrent layers that a plan can train."""
     found = [name for name in HYBRID_FAMILIES if name not in RECURRENT_FAMILIES]
-    # Its loss is divided by the tokens of a microbatch, and the reference has microbatches of one sequence.
+    # hybrid-later divides its loss by the tokens of a microbatch, and the reference has microbatches of one sequence.
     if plan.schedule.parameters.get("vocabulary") or plan.training.micro_batch_size > 1:
         found.remove("hybrid-later")
     return found
 
 
 def with_hybrid(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with a hybrid family each."""
+    """The cases in fp32, each with a hybrid family without recurrent layers."""
     return _drawn(cases, random.Random(f"hybrid {seed}"), families_for)
 
 
 def with_recurrent(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with layers that pass a state along the sequence, as :func:`with_hybrid` has others.
+    """The cases in fp32, each with a hybrid family with recurrent layers.
 
-    Plans that cut heads finer than these models have them are left out.
+    Plans with a TP size above the number of recurrent heads are left out.
     """
     drawn = _drawn(cases, random.Random(f"recurrent {seed}"), lambda plan: list(RECURRENT_FAMILIES))
     return [case for case in drawn if max(_sizes(case.plan)) <= RECURRENT_HEADS]
@@ -287,37 +287,37 @@ def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan],
 
 
 def _attends(plan: Plan) -> bool:
-    """Whether every chunk has attention, without which the context exchange is refused."""
+    """Whether every chunk has attention, which the context exchange requires."""
     sizes = (plan.stages[stage].layers[chunk] for stage, chunk in plan.path)
     ends = itertools.accumulate(sizes, initial=0)
     return all(set(plan.model.pattern[first:end]) & set(WITH_ATTENTION) for first, end in itertools.pairwise(ends))
 
 
-# Sequences that ranks share, experts over replicas and whole documents, under every schedule and with any model.
+# Context parallelism, experts over replicas and whole documents, under every schedule and with all kinds of models.
 
 
 _MOST_RANKS, _TRIES = 8, 100
 
 
 def with_sharing(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with context parallelism, a kind of model and, most of them, packed documents; in fp32 alone.
+    """The cases in fp32 with random context-parallel sizes, a kind of model and, most of them, packed documents.
 
     Args:
-        cases: Of a dense model; left out are those that share sequences already, and those that need too many ranks.
-        seed: Of the choice.
+        cases: Cases of a dense model; those with context parallelism, or too many ranks with it, are left out.
+        seed: Seed of the choice.
     """
     rng, found = random.Random(f"sharing {seed}"), []
     for case in cases:
         given = {name for name in ("cp", "multi_head", "exchange") if case.chosen.get(name, 1) not in (1, False)}
         if case.plan.training.precision == "fp32" and not given:
-            kinds = rng.sample(_SHARING, len(_SHARING))  # the next one where the case can have none of the first
+            kinds = rng.sample(_SHARING, len(_SHARING))  # kinds are tried in this order until a plan is valid
             drawn = (_shared(case, kind, rng) for kind in kinds for _ in range(_TRIES))
             found += next(([one] for one in drawn if one is not None), [])
     return found
 
 
 def _with_later_tokens(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with layers that predict later tokens."""
+    """The cases with multi-token prediction."""
     return [
         replace(c, family="later-tokens", plan=replace(c.plan, model=replace(c.plan.model, mtp_num_layers=2)))
         for c in cases
@@ -325,7 +325,7 @@ def _with_later_tokens(cases: Sequence[Case], seed: int) -> list[Case]:
 
 
 def _with_experts_over_replicas(cases: Sequence[Case], seed: int) -> list[Case]:
-    """The cases with experts divided over the ranks of every stage, whatever their replicas."""
+    """The cases with experts divided over the ranks of several replicas of a stage."""
     rng, found = random.Random(f"over replicas {seed}"), []
     for case in with_experts(cases, seed):
         sizes = [[rng.choice((1, 2, 2, 4))] * len(stage.replicas) for stage in case.plan.stages]
@@ -344,7 +344,7 @@ _SHARING = (
 
 
 def _shared(case: Case, kind: Callable[[list[Case], int], list[Case]], rng: random.Random) -> Case | None:
-    """The case with one draw of everything but the kind of model; None where plans cannot have it."""
+    """The case with drawn context-parallel sizes and a kind of model; None if the plan is not valid."""
     plan = case.plan
     sizes = [[rng.choice((1, 1, 2, 2, 3)) for _ in stage.replicas] for stage in plan.stages]
     shares = rng.choice(((), (), (3, 1), (1, 2), (2, 1, 1)))
@@ -354,7 +354,7 @@ def _shared(case: Case, kind: Callable[[list[Case], int], list[Case]], rng: rand
         return None
     (found,) = drawn
     if kind not in (with_documents, with_attention):
-        # What layers of other kinds do at documents as the dataset knows them, stock Megatron in one process does not.
+        # For other kinds of layers stock Megatron in one process cannot use the dataset's document boundaries.
         found = packed(found, rng.choice(("by token", "by token, with positions")), found.family)
     plan = found.plan
     if max(map(max, sizes)) > 1 and DOCUMENTS["by token"][0][0] in found.extra and rng.random() < 0.8:
@@ -370,7 +370,7 @@ def _shared(case: Case, kind: Callable[[list[Case], int], list[Case]], rng: rand
     return replace(found, plan=plan, chosen=chosen)
 
 
-# Plans that train with Lion and Muon, and with LayerNorm-1p: drawn beside the others, whose seeds are on record.
+# Plans with Lion, Muon and LayerNorm-1p, drawn separately so that the recorded seeds of other cases keep their plans.
 
 
 _NORM = "layernorm-1p"
@@ -383,7 +383,7 @@ _PARAMETERS: dict[str, Sequence[Any]] = {
 
 
 def optimizer_cases(seed: int) -> list[Case]:
-    """Plans chosen pairwise from every feature, some of them in bf16 too."""
+    """Plans of pairwise combinations of all features, some also in bf16."""
     rng = random.Random(f"optimizers {seed}")
     rows, _ = pairwise(_PARAMETERS, _is_new, rng)
     cases = [case_from_row(row, f"optimizer-{i:02}", rng) for i, row in enumerate(rows)]
@@ -391,7 +391,7 @@ def optimizer_cases(seed: int) -> list[Case]:
 
 
 def _is_new(row: Row) -> bool:
-    """Whether a row has something that the other draws have not."""
+    """Whether a row is valid and has an optimizer or norm that other cases do not have."""
     return is_valid(row) and (row["flags"] in OF_MATRICES or row["family"] == _NORM)
 
 
@@ -402,9 +402,9 @@ def with_sizes(case: Case, sizes: Sequence[int], rng: random.Random) -> Case:
     """The case with microbatches of these sizes, each on any replica of its stages.
 
     Args:
-        case: Any case; its flags stay.
-        sizes: Sequences per microbatch, at least as many as a stage has replicas.
-        rng: For the routing.
+        case: Any case; its flags are kept.
+        sizes: Sequences per microbatch, at least one microbatch per replica of a stage.
+        rng: Random numbers for the routing.
     """
     assert sum(sizes) == MICROBATCHES
     training = replace(case.plan.training, micro_batch_size=max(sizes), micro_batch_sizes=tuple(sizes))
@@ -413,7 +413,7 @@ def with_sizes(case: Case, sizes: Sequence[int], rng: random.Random) -> Case:
     aligned = len({tuple(r.microbatches for r in stage.replicas) for stage in case.plan.stages}) == 1
     for stage in case.plan.stages:
         count = len(stage.replicas)
-        if not (aligned and owners):  # pipelines that do not cross stay such
+        if not (aligned and owners):  # replicas with equal routing in all stages keep it
             owners = [*range(count), *(rng.randrange(count) for _ in range(len(sizes) - count))]
             rng.shuffle(owners)
         replicas = (
@@ -422,14 +422,14 @@ def with_sizes(case: Case, sizes: Sequence[int], rng: random.Random) -> Case:
         )
         stages.append(replace(stage, replicas=tuple(replicas)))
     plan = replace(case.plan, training=training, stages=tuple(stages))
-    # Samples, not passes, are what the reference has in common.
+    # The reference has the same samples, but not the same passes.
     own = (*case.own, "--micro-batch-size", str(max(sizes)))
     chosen = {**case.chosen, "sizes": list(sizes)}
     return replace(case, plan=plan, own=own, chosen=chosen, name=f"sizes-{'-'.join(map(str, sizes))}-{case.name}")
 
 
 def random_sizes(least: int, rng: random.Random) -> list[int]:
-    """At least so many sizes that differ and add up to the batch."""
+    """At least ``least`` sizes, not all equal, that add up to the batch."""
     while True:
         cuts = sorted(rng.sample(range(1, MICROBATCHES), rng.randint(max(least, 2), MICROBATCHES - 1) - 1))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, MICROBATCHES], strict=True)]
@@ -438,7 +438,7 @@ def random_sizes(least: int, rng: random.Random) -> list[int]:
 
 
 def poplar_cases(seed: int, quick: bool) -> list[Case]:
-    """All cases; with ``quick`` every fourth one."""
+    """Cases with microbatches of different sizes under all kinds of schedules; with ``quick`` every fourth one."""
     rng = random.Random(seed)
     bases: list[Case] = []
     while len(bases) < _MIXED:
@@ -470,9 +470,9 @@ def poplar_cases(seed: int, quick: bool) -> list[Case]:
 
 
 def _sizes_for(case: Case, rng: random.Random) -> list[int]:
-    """Sizes of as many microbatches as the case's schedule can run."""
+    """Sizes of a number of microbatches that the case's schedule supports."""
     least, whole = max(len(stage.replicas) for stage in case.plan.stages), 1
-    if case.plan.schedule.name == "interleaved":  # microbatches go in groups of at least the number of stages
+    if case.plan.schedule.name == "interleaved":  # it runs microbatches in groups of the number of stages
         whole = len(case.plan.stages)
     while True:
         sizes = random_sizes(least, rng)
@@ -480,10 +480,10 @@ def _sizes_for(case: Case, rng: random.Random) -> list[int]:
             return sizes
 
 
-# Cases without a pipeline: ZeRO-0 to 3 under replicas of unequal work (Poplar, section 3).
+# Cases without a pipeline: ZeRO-0 to 3 with replicas of unequal work (Poplar, section 3).
 
 
-# Ranks per replica, ZeRO stage, chunks, what the case has besides.
+# Ranks per replica, ZeRO stage, chunks, further options of the case.
 _ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
     ((1, 1), 0, 1, {}),
     ((1, 1, 1), 0, 2, {}),
@@ -513,14 +513,14 @@ _ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
 
 
 def zero_case(widths: Sequence[int], zero: int, chunks: int, more: dict[str, Any], rng: random.Random) -> Case:
-    """A plan of one stage at a ZeRO stage, with microbatches of any sizes on any replicas.
+    """A case with one pipeline stage at a ZeRO stage, with random microbatch sizes and routing.
 
     Args:
-        widths: Ranks of each replica, which is its TP size.
+        widths: TP size of each replica.
         zero: ZeRO stage, 0 to 3.
         chunks: Chunks of the stage.
         more: ``tied``, ``recompute``, ``sequence_parallel``, ``shares``, ``window`` (options).
-        rng: For sizes and routing.
+        rng: Random numbers for sizes and routing.
     """
     plain = {key: value for key, value in more.items() if key in ("tied", "recompute", "sequence_parallel")}
     plan = build_plan([list(widths)], [LAYERS], rng, distributed_optimizer=zero > 0, **plain)
@@ -535,7 +535,7 @@ def zero_case(widths: Sequence[int], zero: int, chunks: int, more: dict[str, Any
 
 
 def zero_cases(seed: int, quick: bool) -> list[Case]:
-    """24 cases, six to nine for each ZeRO stage but the first two; with ``quick`` every fourth one."""
+    """The cases of all ZeRO stages; with ``quick`` every fourth one."""
     rng = random.Random(seed)
     cases = [zero_case(*row, rng) for row in _ROWS]
     named = [replace(case, name=f"{i:02}-{case.name}") for i, case in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""Runs cases: data, shared checkpoints, references and the runs themselves, each made once."""
+"""Runs cases and their references, with data sets and initial checkpoints that are made once."""
 
 import contextlib
 import fcntl
@@ -16,33 +16,33 @@ from testing.runner import Job, Runner
 _DOCUMENTS, _DATA_SEED = 3000, 7
 _PACKED = ("--reset-attention-mask", "--reset-position-ids")
 OBSERVE = "testing.probe:observe"
-_CASE_S = 900.0  # far more than a case takes, for machines that do other work
+_CASE_S = 900.0  # far longer than a case takes, for machines that are busy
 
 
 @contextlib.contextmanager
 def made_once(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder that several processes want, and tell whether it is still to be made.
+    """Context with the lock of a folder that several processes need; yields whether its contents are missing.
 
     Args:
-        folder: Created; made when the block ends without an exception.
+        folder: Folder, which is created.  It counts as complete once a block has ended without an exception.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the job of whoever makes it may take
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that makes the contents
         made = folder / "made"
         yield not made.exists()
         made.touch()
 
 
 class Lab:
-    """A folder with everything that cases share.
+    """A folder of cases and of the data, checkpoints and references that they share.
 
     Args:
-        runner: Where jobs run.
+        runner: Runs the jobs.
         folder: An empty or missing folder.
-        steps: Of training, of cases and references.
-        shared: Folder of data, checkpoints and references, which labs of other processes may share; the lab's own
-            without.
+        steps: Training steps of cases and references.
+        shared: Folder of data, checkpoints and references, which labs of other processes may use, too; None for
+            ``folder``.
     """
 
     def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
@@ -55,7 +55,7 @@ class Lab:
     def common_flags(
         self, weights: Weights, clip: float = 1.0, extra: tuple[str, ...] = (), *, by_samples: bool = False
     ) -> tuple[str, ...]:
-        """Flags of a run on the runner's device, of the lab's steps, without data, checkpoints and plan."""
+        """Flags of a run on the runner's device with the lab's steps, without data, checkpoints and plan."""
         device, has_te = self.runner.device, self.runner.has_te
         return common_flags(weights, clip, extra, by_samples=by_samples, steps=self.steps, device=device, has_te=has_te)
 
@@ -68,11 +68,11 @@ class Lab:
                 options = {"prefix": str(prefix), "vocab_size": VOCABULARY, "documents": _DOCUMENTS, "seed": _DATA_SEED}
                 setup = ("testing.probe:write_dataset", {**options, "long_tailed": long_tailed})
                 self.runner.run(Job("dataset", 1, (), folder, "testing.probe:nothing", setup))
-        # Megatron writes its indices without a lock: those of another process are not for this one.
+        # Megatron writes its index files without a lock, so each lab has its own.
         return ("--data-path", str(prefix), "--data-cache-path", str(self.folder / f"cache-{folder.name}"))
 
     def checkpoint(self, weights: Weights) -> Path:
-        """Weights that stock Megatron saved in one process, after one step."""
+        """Folder of a checkpoint that stock Megatron saved in one process after one step."""
         folder = self.shared / f"start-{weights}"
         with made_once(folder) as is_missing:
             if is_missing:
@@ -83,23 +83,23 @@ class Lab:
         return folder / "checkpoint"
 
     def start_flags(self, weights: Weights, extra: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Flags that start from the shared weights as a new training.
+        """Flags that start a new training from the shared checkpoint.
 
         Args:
-            weights: Of the case.
-            extra: More flags of the case; where they are about documents, so is its dataset.
+            weights: Kind of weights of the case.
+            extra: Further flags of the case; with packed documents the data set has long-tailed lengths.
         """
         path = str(self.checkpoint(weights))
         data = self.data_flags(any(flag in extra for flag in _PACKED))
         return ("--load", path, "--finetune", "--no-load-optim", "--no-load-rng", *data)
 
     def reference(self, case: Case) -> Path:
-        """The folder of the case's one-process run of stock Megatron."""
+        """Folder of the case's reference: a run of stock Megatron in one process."""
         folder = self.shared / reference_name("one", *case.reference, self.steps)
         return self.alone(case, folder, ("testing.probe:observe", {"out": str(folder), "gradients": True}))
 
     def alone(self, case: Case, folder: Path, setup: tuple[str, dict[str, Any]], *more: str, **job: Any) -> Path:
-        """The folder of a run of stock Megatron in one process, which is done once."""
+        """Folder of a run of stock Megatron in one process, which is made if it is missing."""
         weights, clip, extra = case.reference
         with made_once(folder) as is_missing:
             if is_missing:
@@ -108,13 +108,13 @@ class Lab:
         return folder
 
     def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:
-        """The run of a case under its plan, in a folder of its own, also where several cases have one name.
+        """The job of a case under its plan, with a new folder for each call.
 
         Args:
             case: Plan, weights and flags.
-            more: Flags of this run alone.
-            observe: What sees the run, and may break it, in place of the probe.
-            options: Of the probe.
+            more: Flags of this run only.
+            observe: Setup function of the ranks, in place of the probe's; it may inject faults.
+            options: Options of ``observe``.
         """
         folder = self.folder / "cases" / f"{self._jobs:03}-{case.name}"
         self._jobs += 1
@@ -134,7 +134,7 @@ class Lab:
     def training(
         self, plan: Plan, folder: Path, *more: str, steps: int, every: int | None, precision: str = "fp32", **job: Any
     ) -> Job:
-        """A short run of a plan without a case: its report, and a checkpoint every so many steps, are in one folder."""
+        """The job of a plan without a case: ``folder`` gets its report, and a checkpoint every ``every`` steps."""
         folder.mkdir(parents=True, exist_ok=True)
         save_plan(plan, folder / "plan.json")
         flags = [*common_flags(Weights(precision), steps=steps), *self.data_flags(), *more]
@@ -144,7 +144,7 @@ class Lab:
         return Job("training", plan.world_size, tuple(flags), folder, **job)
 
     def compare_checkpoints(self, first: Path, second: Path, folder: Path) -> dict[str, Any]:
-        """What ``testing.probe:compare_checkpoints`` finds."""
+        """Result of ``testing.probe:compare_checkpoints``."""
         options = {"first": str(first), "second": str(second), "out": str(folder / "found.json")}
         setup = ("testing.probe:compare_checkpoints", options)
         self.runner.run(Job("compare", 1, (), folder, "testing.probe:nothing", setup))
@@ -152,12 +152,12 @@ class Lab:
         return found
 
     def differences(self, case: Case, *more: str, gradients: bool = True, **of_job: Any) -> Differences:
-        """How far a run of a case is from one process of stock Megatron; see :meth:`job` and :func:`compare`."""
+        """Run a case; returns its differences from its reference, see :meth:`job` and :func:`compare`."""
         reference, job = self.reference(case), self.job(case, *more, **of_job)
         self.runner.run(job)
         return compare(job.log_dir, case.plan, reference, gradients=gradients)
 
 
 def reference_name(kind: str, weights: Weights, *what: object) -> str:
-    """Name of the folder of a reference: readable in its beginning, unique by its end."""
+    """Name of a reference's folder: a readable beginning and a hash of ``what``."""
     return f"{kind}-{weights}-{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

@@ -1,13 +1,13 @@
-"""Forks the rank processes of many jobs from one process that has imported Megatron already.
+"""Forks the rank processes of many jobs from one process that has already imported Megatron.
 
 ``python -m testing.rank_server`` reads one job per line from standard input and answers with one
-line when the job has ended (both JSON; see :mod:`testing.runner` for the other side).  Importing
+line when the job has ended (both JSON; :mod:`testing.runner` is the client).  Importing
 torch and Megatron takes seconds, forking takes milliseconds, so a hundred small distributed runs
-take minutes instead of an hour.  Ranks are independent operating-system processes: nothing that a
-job does to Megatron's global state outlives it.
+take minutes instead of an hour.  Ranks are separate operating-system processes, so a job's changes
+to Megatron's global state end with it.
 
-The server itself starts nothing that a fork would break: no threads, no process group, no autograd, and with
-``--device cuda`` no CUDA, which every rank starts for itself.
+The server starts nothing that does not survive a fork: no threads, no process group, no autograd, and with
+``--device cuda`` no CUDA, which every rank initialises for itself.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron_het.store import free_port
 from testing.runner import Device, die_with_parent
 
 _POLL_S = 0.01
-# What a training imports when it first needs it.
+# Modules that a training imports late.
 _LATE_IMPORTS = (
     "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
     "megatron.core.tokenizers.text.models",
@@ -49,22 +49,21 @@ _LATE_IMPORTS = (
 
 @dataclass
 class Rank:
-    """Holds what a freshly forked process has to do."""
+    """Task of a new forked process."""
 
     rank: int
     port: int
     job: dict[str, Any]
 
     def run(self) -> None:
-        """Become the rank: own session, log file, environment and command line; then run the entry.
+        """Set up session, log file, environment and command line of the rank, then run the entry.
 
-        Returns normally on success; an exception or SystemExit ends the interpreter as it would in
-        a process of its own.
+        Returns normally on success; exceptions and SystemExit of the entry are passed on.
         """
         job = self.job
         os.setsid()
         die_with_parent()
-        # As multiprocessing does after its own forks: the server's helper is not this rank's child.
+        # Like multiprocessing after its own forks, because the server's helper is not this rank's child.
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
@@ -116,7 +115,7 @@ class Running:
     cpu_s: float = 0.0
 
     def collect(self) -> bool:
-        """Note which ranks have ended; whether all have."""
+        """Note which ranks have ended; returns whether all have."""
         for rank, pid in self.pids.items():
             if rank in self.codes:
                 continue
@@ -131,7 +130,7 @@ class Running:
         return len(self.codes) == len(self.pids)
 
     def kill(self) -> None:
-        """End all ranks together with whatever processes they started."""
+        """Kill all ranks and the processes that they have started."""
         for rank, pid in self.pids.items():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -140,7 +139,7 @@ class Running:
                     os.kill(pid, signal.SIGKILL)
 
     def answer(self) -> dict[str, Any]:
-        """The line to write when the job has ended."""
+        """Answer for the client when the job has ended."""
         return {
             "id": self.job["id"],
             "returncodes": [self.codes[rank] for rank in sorted(self.codes)],
@@ -152,7 +151,7 @@ class Running:
 
 
 class Server:
-    """Starts jobs as they arrive and answers as they end; several may run at the same time."""
+    """Starts jobs when they arrive and answers when they end; several may run at the same time."""
 
     def __init__(self) -> None:
         self._running: list[Running] = []
@@ -160,10 +159,10 @@ class Server:
         self._open = True
 
     def serve(self) -> Rank | None:
-        """Loop until standard input ends.
+        """Loop until standard input and all jobs have ended.
 
         Returns:
-            In a forked process what it has to do; in the server None, once all jobs have ended.
+            In a forked process its task; in the server None.
         """
         while self._open or self._running:
             for line in self._lines():
@@ -190,7 +189,7 @@ class Server:
 
     def _start(self, job: dict[str, Any]) -> Rank | None:
         port = free_port()
-        # Two workers of pytest may come by the same numbers at one time: each has its own half.
+        # Two workers of pytest may find the same free port, so one takes even ports and the other odd ones.
         while port % 2 != int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
             port = free_port()
         pids: dict[int, int] = {}
@@ -217,7 +216,7 @@ class Server:
 
 
 def _take_device() -> None:
-    """Find this rank's device, which may be that of other ranks too."""
+    """Activate this rank's device, which other ranks may share."""
     import torch
 
     from megatron_het.device import activate, share_devices
@@ -227,10 +226,10 @@ def _take_device() -> None:
 
 
 def import_everything(device: Device = "cpu") -> None:
-    """Import what every rank needs, without starting anything.
+    """Import the modules of all ranks, without starting threads or CUDA.
 
     Raises:
-        SystemExit: An import has started CUDA, which a forked process cannot use then.
+        SystemExit: An import has initialised CUDA, which would make CUDA unusable in forked processes.
     """
     import torch
 
@@ -240,14 +239,14 @@ def import_everything(device: Device = "cpu") -> None:
     from megatron_het.features import FEATURES
 
     if device == "cuda":
-        platform.pretend(platform.Platform("cuda"))  # asking for devices is for the ranks
+        platform.pretend(platform.Platform("cuda"))  # only the ranks query devices
         platform.provide_accumulation()
     platform.activate()
     upstream.install("stock")
     runtimes = (feature.runtime for feature in FEATURES if feature.runtime)
     for name in (*MODULES, *runtimes, *filter(_is_there, _LATE_IMPORTS), "testing.probe"):
         importlib.import_module(name)
-    # Sources of upstream, which every start compares, are read once.
+    # Read the upstream sources, which every start compares, into the cache.
     for patch in upstream.all_patches().values():
         upstream.moved(patch.sources)
     for feature in FEATURES:
@@ -265,9 +264,9 @@ def _is_there(name: str) -> bool:
 
 
 def remember_docstrings() -> None:
-    """Megatron parses the sources of its configuration classes for every parser it makes.
+    """Cache the docstrings that Megatron parses from the sources of its configuration classes for every parser.
 
-    The result depends on the class alone; it is half of the time that a small run takes.
+    The result depends only on the class; parsing takes half of the time of a small run.
     """
     import argparse
     import functools
@@ -292,8 +291,8 @@ def remember_docstrings() -> None:
 def share_queue_server() -> None:
     """Serve the result queues of all checkpoint writers from one process.
 
-    Megatron starts a helper process per rank for one queue, with a new interpreter that imports
-    torch.  Here every rank still has a queue of its own, in a helper that exists already.
+    Megatron starts a helper process per rank for one queue, in a new interpreter that imports
+    torch.  Here every rank still has its own queue, but in one helper of the server.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -309,7 +308,7 @@ def share_queue_server() -> None:
 
 
 def main() -> None:
-    """Serve, or, in a forked process, be a rank."""
+    """Run the server, or in a forked process a rank."""
     parser = argparse.ArgumentParser(prog="python -m testing.rank_server", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on")
     device = parser.parse_args().device
@@ -317,7 +316,7 @@ def main() -> None:
     remember_docstrings()
     share_queue_server()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    if threads > 1 and device == "cpu":  # libraries of CUDA start idle ones, of which no fork waits for anything
+    if threads > 1 and device == "cpu":  # with CUDA its libraries start idle threads, which forks do not need
         raise SystemExit(f"an import has started {threads - 1} threads; forking is not safe")
     gc.collect()
     gc.freeze()
@@ -330,7 +329,7 @@ def main() -> None:
 
 
 def _exit_code(entry: Callable[[], None]) -> int:
-    """Run an entry; the code with which an interpreter of its own would end."""
+    """Run an entry; returns the exit code that a separate interpreter would have."""
     try:
         entry()
     except SystemExit as stop:
@@ -345,10 +344,10 @@ def _exit_code(entry: Callable[[], None]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End a forked process as an interpreter ends, but for taking everything apart.
+    """End a forked process like an interpreter, but without freeing all objects.
 
-    That would touch every object that the server has imported, and so copy the memory that they share: 0.6 s of
-    processor time per rank, a quarter of what a small case takes.
+    That would touch every imported object, and so copy the memory shared with the server: 0.6 s of
+    processor time per rank, a quarter of a small case's.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # ends executors' threads first, then waits for all others
     logging.shutdown()

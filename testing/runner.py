@@ -1,10 +1,10 @@
-"""Runs distributed jobs quickly: the client of :mod:`testing.rank_server`.
+"""Runs distributed jobs with a short start: the client of :mod:`testing.rank_server`.
 
     with Runner() as runner:
         done = runner.run(Job("two ranks", 2, argv, log_dir))
 
-Needs the standard library only.  Jobs run on the CPU over gloo, or with ``Runner("cuda")`` on the GPUs of this machine
-over NCCL, where several ranks may share one.
+Needs only the standard library.  Jobs run on the CPU over gloo, or with ``Runner("cuda")`` on the GPUs of this machine
+over NCCL; several ranks may share a GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 Device = Literal["cpu", "cuda"]
 _PR_SET_PDEATHSIG = 1
-# Loaded here, because little is allowed between fork and exec.
+# Loaded at import, because few calls are safe between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
@@ -40,27 +40,27 @@ class JobError(AssertionError):
 class Job:
     """One distributed run."""
 
-    name: str  # for messages
+    name: str  # name in messages
     world_size: int  # number of ranks
     argv: tuple[str, ...]  # command line of every rank, without the program's name
     log_dir: Path  # folder for ``rank-<rank>.log``; created
     entry: str = ENTRY  # ``module:function`` that every rank calls without arguments
     # ``module:function`` and keyword arguments, called before the entry with ``rank=``
     setup: tuple[str, dict[str, Any]] | None = None
-    environment: dict[str, str] = field(default_factory=dict)  # more environment variables
+    environment: dict[str, str] = field(default_factory=dict)  # additional environment variables
     timeout_s: float = 300.0  # bound on the whole job
-    grace_s: float = 10.0  # bound on what follows the first failure
+    grace_s: float = 10.0  # bound on the time from the first failure to the end of the job
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Holds what a job left behind."""
+    """Result of a job."""
 
-    job: Job  # the job
+    job: Job
     returncodes: tuple[int, ...]  # exit code per rank; negative for a signal
     finish_order: tuple[int, ...]  # ranks in the order in which they ended
-    timed_out: bool  # whether it was killed without any rank having failed before
-    elapsed_s: float  # from the forks to the last end
+    timed_out: bool  # whether the job was killed before any rank had failed
+    elapsed_s: float  # from the forks to the end of the last rank
     cpu_s: float  # processor time of all ranks
 
     @property
@@ -69,12 +69,12 @@ class Finished:
         return not any(self.returncodes)
 
     def log(self, rank: int = -1) -> str:
-        """Everything that a rank wrote; by default the last one, which logs the training."""
+        """Output of a rank; by default of the last one, which logs the training."""
         path = self.job.log_dir / f"rank-{rank % self.job.world_size}.log"
         return path.read_text(errors="replace")
 
     def check(self) -> Self:
-        """Itself.
+        """Returns this object.
 
         Raises:
             JobError: A rank failed or the job timed out.
@@ -94,9 +94,9 @@ def server_environment(device: Device, outer: Mapping[str, str], *, compiles: bo
     """Environment of the rank server, and of the ranks that it forks.
 
     Args:
-        device: What they compute on.
-        outer: Variables to begin with.
-        compiles: Whether ranks on a GPU compile kernels, as in a training; each would do so for itself.
+        device: Device of the ranks.
+        outer: Initial variables.
+        compiles: Whether ranks on a GPU compile kernels like a training; each rank compiles its own.
     """
     environment = dict(outer)
     environment.update(
@@ -108,8 +108,8 @@ def server_environment(device: Device, outer: Mapping[str, str], *, compiles: bo
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
-        # A process that has touched CUDA cannot fork ranks that use it: whether there is a device, NVML says.  (Without
-        # a GPU the variable makes torch say that there is one.)  A pool of compiling processes would not either.
+        # After a fork CUDA works only if the parent has not initialised it, so torch checks for a GPU with NVML.
+        # (On a machine without a GPU this variable makes torch report one.)  A worker pool of Inductor prevents forks.
         environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment |= {"HET_SAME_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         environment |= {} if compiles else {"TORCHDYNAMO_DISABLE": "1"}
@@ -117,7 +117,7 @@ def server_environment(device: Device, outer: Mapping[str, str], *, compiles: bo
 
 
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU; the process stays without CUDA, and may fork."""
+    """Whether this machine has an NVIDIA GPU; does not initialise CUDA, so that the process may fork."""
     return bool(list(Path("/dev").glob("nvidia[0-9]*"))) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") != ""
 
 
@@ -137,8 +137,8 @@ class Runner:
     """Owns one server process; use as a context manager.
 
     Args:
-        device: What the ranks of its jobs compute on.
-        has_te: Whether the models of its cases take layers of Transformer Engine.
+        device: Device of the ranks.
+        has_te: Whether the models of its cases use layers of Transformer Engine.
         compiles: See :func:`server_environment`.
     """
 
@@ -164,7 +164,7 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End the server and every job that still runs."""
+        """End the server and all running jobs."""
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         try:
@@ -180,7 +180,7 @@ class Runner:
         return finished.check() if check else finished
 
     def run_all(self, jobs: Iterable[Job], *, at_once: int = 1) -> Iterator[Finished]:
-        """Run jobs, some of them at the same time, and yield them as they end."""
+        """Run jobs, at most ``at_once`` at the same time; yields results in the order in which jobs end."""
         waiting, running = iter(jobs), dict[int, tuple[Job, float]]()
         self._wait_ready()
         exhausted = False
@@ -200,7 +200,7 @@ class Runner:
             yield Finished(job, codes, order, answer["timed_out"], answer["elapsed_s"], answer["cpu_s"])
 
     def _answer_for(self, wanted: Collection[int], limit_s: float) -> dict[str, Any]:
-        """The next answer to one of the wanted jobs; answers to others wait for those who run them."""
+        """The next answer to one of the wanted jobs; answers to other jobs are kept for their callers."""
         while True:
             for identity in wanted:
                 if identity in self._unclaimed:
@@ -227,7 +227,7 @@ class Runner:
             self._is_ready = True
 
     def _read(self, limit_s: float) -> dict[str, Any]:
-        """The server's next answer, until a time of the monotonic clock."""
+        """The server's next answer; ``limit_s`` is a deadline on the monotonic clock."""
         assert self._server.stdout is not None
         descriptor = self._server.stdout.fileno()
         while b"\n" not in self._pending:
@@ -244,15 +244,15 @@ class Runner:
 
 
 def run_in_session(command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
-    """Run a command with everything that it starts in a session of its own, which is ended then.
+    """Run a command in a new session, and kill all processes of the session at the end.
 
     Args:
-        command: Its words.
-        log: File for its output; the folder is made.
-        limit_s: It is ended after so long.
+        command: Words of the command.
+        log: File for the output; its folder is created.
+        limit_s: Time limit.
 
     Returns:
-        The exit code; None where it was ended.
+        The exit code; None after the time limit.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
@@ -267,14 +267,14 @@ def run_in_session(command: Sequence[str], log: Path, limit_s: float, environmen
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session, and what it has started."""
+    """Kill the leader of a session and the processes in its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def die_with_parent() -> None:
-    """Have Linux end this process with the one that started it, which may be killed before it can end this one."""
+    """Make Linux kill this process when its parent ends, also if the parent is killed."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""The cases of SlimPipe's parity: every p, n and v with all features in turn, and random ones."""
+"""Cases of SlimPipe's parity: all stages p, slices n and chunks v with features in turn, and random ones."""
 
 import random
 from collections.abc import Sequence
@@ -72,14 +72,14 @@ _UNEQUAL: dict[str, dict[str, Any]] = {
         exchange={**_ALL, "exchange_attention": [2, 5, 3, 9], "exchange_rest": [7, 7, 20, 15, 9, 9, 30, 40]},
     ),
 }
-"""Devices of different speed: the exchange makes slots short (``features/context_exchange/passes.py``)."""
+"""Devices of different speed: the exchange minimises the slots' durations (``features/context_exchange/passes.py``)."""
 _MEETING: dict[str, dict[str, Any]] = {
     "exchange-p2-n2-idle-vocabulary": row_of(
         "slices=2 microbatches=1 vocabulary", exchange={**_ON, "exchange_units": 1, "exchange_idle": True}
     ),
     "exchange-p2-n4-v2-vocabulary": {"exchange": _ON, "chunks": 2, "microbatches": 3, "vocabulary": True},
 }
-"""Keys and values of two passes travel where the parts of the output layer run."""
+"""Keys and values of two passes are sent while the parts of the output layer run."""
 _WORK = {"slice_lengths": "work"}
 _LENGTHS: dict[str, dict[str, Any]] = {
     "lengths-p2-n5-tp2": {"slices": 5, "tp": 2, "recompute": "selective", "distributed_optimizer": True},
@@ -94,7 +94,7 @@ _LENGTHS: dict[str, dict[str, Any]] = {
         "stages=4 slices=8 chunks=2 microbatches=3 recompute=full", exchange=_ALL, parameters=_WORK
     ),
 }
-"""Slices of different length: of equal work, and whose number does not divide the length."""
+"""Slices of different length: of equal work, or with a number that does not divide the sequence length."""
 _UNSLICED = {"schedule": "1f1b", "slices": 1}
 _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "cp2-1f1b": {"cp": 2, **_UNSLICED},
@@ -118,7 +118,7 @@ _CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class SlicedCase(Case):
-    """A case whose microbatches are larger than those of its reference (the same samples)."""
+    """A case with larger microbatches than its reference, of the same samples."""
 
     def plan_flags(self, device: Device = "cpu") -> tuple[str, ...]:
         """Flags of a Case, with the plan's own micro batch size."""
@@ -134,12 +134,12 @@ class MultiHeadLab(Lab):
         super().__init__(runner, folder, steps=steps, shared=(shared or folder) / "multi-head")
 
     def data_flags(self, long_tailed: bool = False) -> tuple[str, ...]:
-        """Flags that every run of the lab gets; the last value of a flag counts."""
+        """Flags of the data set, and the number of key-value heads, which overrides an earlier flag."""
         return (*super().data_flags(long_tailed), "--num-query-groups", str(HEADS))
 
 
 def replicas_of(microbatches: int) -> int:
-    """Replicas per stage of a case whose first replica runs so many microbatches."""
+    """Replicas per stage of a case whose first replica runs ``microbatches``."""
     return 1 if MICROBATCHES % microbatches == 0 else 2
 
 
@@ -153,9 +153,9 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
             ``layers``, ``cp``, ``overlap`` (of the gradients' reduction), ``schedule`` with other
             ``parameters``, and ``exchange`` (parameters of the context exchange).
         name: Name of the case.
-        rng: For uneven layers.
+        rng: Random numbers for uneven layers.
     """
-    # Where the count does not divide the batch, a second replica takes the rest.
+    # If the count does not divide the batch, a second replica processes the rest.
     count, replicas = row["microbatches"], replicas_of(row["microbatches"])
     size = 1 if replicas == 2 else MICROBATCHES // count
     plan = build_plan(
@@ -189,14 +189,14 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
 
 
 def with_context_parallel(stages: tuple[Stage, ...], cp: int) -> tuple[Stage, ...]:
-    """The same stages with ``cp`` ranks in the place of each."""
+    """The stages with ``cp`` ranks in place of each rank."""
     return with_context_parallel_sizes(stages, [[cp] * len(s.replicas) for s in stages])
 
 
 def with_context_parallel_sizes(
     stages: tuple[Stage, ...], sizes: Sequence[Sequence[int]], shares: tuple[int, ...] = ()
 ) -> tuple[Stage, ...]:
-    """The same stages with other ranks."""
+    """The stages with context-parallel sizes ``sizes[s][q]``; replicas of matching size get ``shares``."""
     first, found = 0, []
     for stage, row in zip(stages, sizes, strict=True):
         replicas = []
@@ -269,7 +269,7 @@ def _random_row(rng: random.Random) -> dict[str, Any]:
 
 
 def _random_shared_row(rng: random.Random) -> dict[str, Any]:
-    """A case with the context exchange, context parallelism or both."""
+    """Parameters of a case with the context exchange, context parallelism or both."""
     while True:
         row = {**_random_row(rng), "uneven": False, "layers": 4, "cp": rng.choice((1, 2))}
         tokens = SEQUENCE // row["slices"] // row["cp"]

@@ -1,6 +1,6 @@
-"""Cases of the ministage schedule: stages and replicas, ministages, every option of the window.
+"""Cases of the ministage schedule: stages and replicas, ministages, every option of the parameter window.
 
-Beside losses and gradients the parameters after the last step are compared, from checkpoints of the
+Besides losses and gradients, the parameters after the last step are compared, from checkpoints of the
 case and of the reference.
 """
 
@@ -27,7 +27,7 @@ def _row(replicas: tuple[int, ...], ministages: int, clip: float, window: Row, *
     return {"replicas": replicas, "ministages": ministages, "clip": clip, "window": window, **more}
 
 
-# Every row: stages x ranks per stage, TP, ministages, options of the window.
+# Rows: replicas of each stage, TP, ministages, options of the window.
 ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
     ((1,), 1, 2, {}),
     ((2,), 1, 4, {}),
@@ -48,13 +48,13 @@ ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
     ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
 )
 CLIP_SOME = 1.0
-CLIPS = (1.0, 0.05)  # the second one is below every norm of these models
+CLIPS = (1.0, 0.05)  # the second bound is below the gradient norms of all these models, so clipping is active
 NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
 MORE: tuple[Row, ...] = (
     _row((2, 2), 2, 0.05, {"update": "undo"}),
     _row((3,), 4, 1.0, {"update": "undo", "offload": True}),
     _row((1, 2), 2, 0.05, {"update": "undo", "offload_optimizer": True}, tp=2),
-    # One ministage in one stage: its norm is the global one.
+    # With one ministage in one stage its norm is the global norm.
     _row((4,), 1, 0.05, {"update": "per-ministage"}),
     _row((2, 1), 2, 100.0, {"update": "per-ministage"}),
     _row((2, 1), 2, 1.0, {"offload": True, "offload_optimizer": True}),
@@ -76,7 +76,7 @@ MORE: tuple[Row, ...] = (
     _row((2, 2), 2, 1.0, {"per_microbatch": True, "per_layer": False}, shares=((2, 1), (1, 0))),
     _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16", shares=((0, 1), (1,))),
     _row((1, 3), 2, 1.0, {"offload": True}, precision="bf16", shares=((1,), (1, 3, 2))),
-    # Several: against one process that clips group by group; this bound is below some of the norms only.
+    # Several ministages: the reference clips each group of parameters; CLIP_SOME is below only some of the norms.
     _row((2, 1), 2, CLIP_SOME, {"update": "per-ministage"}),
     _row((3,), 3, 0.05, {"update": "per-ministage", "offload": True}),
     _row((1, 2), 2, CLIP_SOME, {"update": "per-ministage", "offload_optimizer": True}, tp=2),
@@ -91,17 +91,17 @@ MORE: tuple[Row, ...] = (
         recompute="none",
     ),
     _row((2, 1), 2, CLIP_SOME, {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True}),
-    # Tied embeddings: copies in the first and the last ministage, updated last; or every row once.
+    # Tied embeddings: copies in the first and the last ministage, updated last; with a split vocabulary no copies.
     _row((2, 1), 2, 0.05, {"update": "undo", "offload": True}, tied=True),
     _row((1, 2), 2, 0.0, {"update": "at-once"}, tp=2, tied=True),
     _row((2, 1), 1, 0.05, {"vocabulary": True, "update": "per-ministage"}, tied=True),
-    # Both copies on the ranks of the first stage, or of the only one.
+    # Both copies on the ranks of the first or only stage.
     {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
     {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
     _row((2,), 3, 0.05, {"update": "undo"}, tied=True, shares=((3, 1),)),
 )
-_LONELY = 1000  # one element in so many of a parameter may have had a first gradient of zero up to rounding
-_OPTIMIZER_BAR = 0.25  # sums of gradients in bf16 are up to 0.06 off; tensors that are mixed up differ by 1.4
+_LONELY = 1000  # one in this many elements of a parameter is left out: its first gradient may be zero up to rounding
+_OPTIMIZER_BAR = 0.25  # optimizer tensors in bf16 differ by up to 0.06, exchanged tensors by 1.4
 
 
 def ministage_cases(seed: int, quick: bool) -> list[Case]:
@@ -124,13 +124,13 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
 
 
 def _case(row: Row, name: str, rng: random.Random) -> Case:
-    """Layers of a stage are divided over its ministages, some of them unevenly, some to none."""
+    """The case of a row, with a stage's layers divided over its ministages, unevenly if needed, some empty."""
     stages = len(row["replicas"])
     plan = build_plan(
         [[row["tp"]] * count for count in row["replicas"]],
         split_layers(stages, False, rng),
         rng,
-        even_routing="per_microbatch" in row["window"],  # its replicas gather together
+        even_routing="per_microbatch" in row["window"],  # replicas gather parameters together in each microbatch
         precision=row["precision"],
         sequence_parallel=row["tp"] > 1,
         recompute=row["recompute"],
@@ -164,7 +164,7 @@ def with_shares(plan: Plan, shares: Sequence[Sequence[float]]) -> Plan:
 
 
 def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
-    """The same batch in fewer microbatches."""
+    """The plan with the same batch in fewer microbatches of ``size`` sequences."""
     count = plan.training.global_batch_size // size
     stages = tuple(
         replace(
@@ -180,7 +180,7 @@ def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
 
 
 def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
-    """Layers over chunks; what is left over goes to random chunks."""
+    """Layers per chunk, equal up to the remainder, which goes to random chunks."""
     counts = [layers // chunks] * chunks
     for c in rng.sample(range(chunks), layers % chunks):
         counts[c] += 1
@@ -188,14 +188,14 @@ def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:
 
 
 class MinistageLab(Lab):
-    """A lab whose runs save their last parameters."""
+    """A lab whose runs save a checkpoint after the last step."""
 
     def __init__(self, runner: Runner, folder: Path, *, steps: int = STEPS, shared: Path | None = None) -> None:
         super().__init__(runner, folder, steps=steps, shared=shared)
         self._folders: dict[str, Path] = {}
 
     def reference(self, case: Case) -> Path:
-        """As in a lab, with a checkpoint after the last step; clipped by ministages where the case is."""
+        """Folder of the reference, with a checkpoint after the last step, and clipped by ministages like the case."""
         plan = clipping_plan(case)
         folder = self.shared / reference_name("one-saved", *case.reference, self.steps, plan)
         setup: tuple[str, Row] = ("testing.probe:observe", {"out": str(folder), "gradients": True})
@@ -207,8 +207,8 @@ class MinistageLab(Lab):
         return ("--save", str(folder / "checkpoint"), "--save-interval", str(self.steps))
 
     def job(self, case: Case, *more: str, observe: str = OBSERVE, **options: Any) -> Job:
-        """The run of a case, with a checkpoint after the last step."""
-        # At-once updates have used their gradients up when the iteration ends.
+        """The job of a case, with a checkpoint after the last step."""
+        # With at-once updates no gradients exist at the end of the iteration.
         size = ("--micro-batch-size", str(case.plan.training.micro_batch_size))
         if case.chosen.get("window", {}).get("update") in ("at-once", "per-ministage"):
             more += ("--rerun-mode", "disabled")  # an update cannot be made twice
@@ -221,9 +221,9 @@ class MinistageLab(Lab):
         return self._difference(self._folders[case.name], self.reference(case))
 
     def rounding_difference(self, case: Case) -> float:
-        """The same of the case's reference, from weights of another last digit: what rounding alone makes of it.
+        """Effect of rounding: the parameter difference of two references with initial weights one last digit apart.
 
-        Clipped by the norm of all gradients.
+        Both clip by the norm of all gradients.
         """
         folder = self.shared / reference_name("one-other-digits", *case.reference, self.steps)
         setup = ("testing.probe:observe_other_digits", {"out": str(folder)})
@@ -231,7 +231,7 @@ class MinistageLab(Lab):
         return self._difference(folder, self.reference(case))
 
     def _difference(self, folder: Path, other: Path) -> float:
-        """Largest relative L2 difference of a parameter after the last steps of two runs; written beside the first."""
+        """Largest relative L2 difference of a parameter after the last steps of two runs; written to ``folder``."""
         out, last = folder / "parameters.json", f"checkpoint/iter_{self.steps:07}"
         options = {"first": str(folder / last), "second": str(other / last), "out": str(out)}
         setup = ("testing.zorse_cases:compare_parameters", options)
@@ -240,29 +240,29 @@ class MinistageLab(Lab):
 
 
 def clipping_plan(case: Case) -> Row | None:
-    """The plan whose ministages' norms clip the case's gradients, as JSON values; None for the global norm."""
+    """The plan as JSON values if gradients are clipped by their ministage's norm; None for the global norm."""
     by_ministage = case.chosen.get("window", {}).get("update") == "per-ministage"
     return case.plan.to_json() if by_ministage and case.clip > 0 else None
 
 
 def keeps_gradients(case: Case) -> bool:
-    """Whether the gradients of an iteration still exist when it ends."""
+    """Whether the gradients of an iteration exist at its end."""
     return case.chosen.get("window", {}).get("update", "exact") == "exact"
 
 
 def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
-    """Write how far the tensors of two checkpoints are apart.
+    """Write the differences between the tensors of two checkpoints as JSON.
 
     ``difference`` is the largest relative L2 difference of a parameter, ``optimizer_difference`` that
-    of a tensor of the optimizer; a large one means that a checkpoint mixes tensors up.
+    of a tensor of the optimizer; a large one means that a checkpoint exchanges tensors.
 
     Adam divides a gradient by its own size, so an element whose first gradient is zero up to rounding may move by
-    the learning rate in either direction.  Of every parameter, one element in ``_LONELY`` is therefore left out of
-    ``difference``: those that differ most.  So are biases of keys, which are a part of ``linear_qkv.bias``: their
-    gradient is zero in mathematics, because the softmax does not see them.
+    the learning rate in either direction.  Of every parameter, the one in ``_LONELY`` elements that differ most are
+    therefore left out of ``difference``.  ``linear_qkv.bias`` is also left out: the gradient of the keys' bias in it
+    is zero apart from rounding, because the softmax does not depend on that bias.
 
     Raises:
-        ValueError: A tensor is missing, or the optimizer's are not those of the same training.
+        ValueError: A tensor is missing, or tensors of the optimizer differ too much.
     """
     from testing.probe import _plain_tensors
 
@@ -271,8 +271,7 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
     for key, expected in b.items():
         if not expected.is_floating_point() or not expected.numel() or key.endswith("linear_qkv.bias"):
             continue
-        # Main parameters have another name in the distributed optimizer than in the plain one, which is one of several
-        # where Adam does not update everything.
+        # The distributed optimizer names main parameters differently, and a chained optimizer adds a prefix.
         alone = re.sub(r"^chained_\d+\.", "", key)
         mine = next((name for name in (key, alone, alone.replace(".fp32_param.", ".param.")) if name in a), None)
         if mine is None:
@@ -295,9 +294,9 @@ def compare_parameters(*, rank: int, first: str, second: str, out: str) -> None:
 
 
 def die_in_update(*, rank: int, which: int, update: int, out: str | None = None) -> None:
-    """That rank kills itself in its ``update``-th update of a ministage, counted from 0.
+    """Make rank ``which`` kill itself in its ``update``-th update of a ministage, counted from 0.
 
-    The optimizer has stepped by then, and a part of its state has gone to the host.
+    By then the optimizer has stepped, and a part of its state has been copied to the host.
     """
     from testing.probe import observe
 

@@ -1,4 +1,4 @@
-"""One communicator: a queue of operations, and gloo underneath that moves the data."""
+"""A communicator: a queue of operations, with a group of gloo that moves the data."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from testing.nccl_order.items import Item, OrderError
 from testing.nccl_order.launch import Device
 
-_CLOSE_S = 5.0  # how long a queue may take to end after a failure; then a daemon thread stays
+_CLOSE_S = 5.0  # bound on the end of a queue after a failure; then its daemon thread is left running
 _HEADER, _DATA, _READY = 1, 2, 3  # tags of the three messages of a transfer; NCCL itself knows no tags
 
 
@@ -32,14 +32,14 @@ class Transfer:
 class Communicator:
     """A queue of operations among fixed members.
 
-    Connecting blocks until all members connect, as NCCL's does.
+    Connecting blocks until all members connect, as with NCCL.
 
     Args:
-        name: For messages; the same on all members.
+        name: Name in messages, equal on all members.
         device: This rank's device.
-        store: Where the members meet; a prefix of its own is taken.
-        ranks: World ranks of the members, in their order.
-        rank: This member's place in ``ranks``.
+        store: Store for connecting; ``name`` is the prefix of its keys.
+        ranks: World ranks of the members, in order.
+        rank: This member's index in ``ranks``.
         timeout: Bound on connecting and on every operation.
 
     Raises:
@@ -57,7 +57,7 @@ class Communicator:
             raise OrderError(
                 f"{name}: not all of ranks {list(ranks)} connected within {bound.total_seconds():g} s: {error}"
             ) from error
-        # A stall is the device's to report; gloo's own bound comes later.
+        # gloo's timeout is longer, so that the device reports a stall first.
         backend.set_timeout(max(timeout, timedelta(seconds=2 * device.options.stall_s + _CLOSE_S)))
         self.data = dist.ProcessGroup(PrefixStore(name, store), rank, len(ranks))
         self.data._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -79,10 +79,10 @@ class Communicator:
 
         Args:
             method: Name of the collective.
-            size: Elements, equal on all members; -1 where members may differ.
-            inputs: Tensors that it reads.
-            outputs: Tensors that it fills.
-            run: Called with the group underneath; returns its work.
+            size: Number of elements, which must be equal on all members; -1 if members may differ.
+            inputs: Tensors that the collective reads.
+            outputs: Tensors that the collective writes.
+            run: Starts the collective on the group of gloo, its argument; returns the work.
         """
         sequence = self._posted
         item = Item(self.name, f"{method} number {sequence}", inputs, outputs)
@@ -108,7 +108,7 @@ class Communicator:
         return self._post(item, execute)
 
     def close(self) -> None:
-        """End the queue's thread after what has been posted, and the connections underneath."""
+        """End the queue's thread after the posted operations, then the connections of gloo."""
         self._queue.put(None)
         deadline = time.monotonic() + max(_CLOSE_S, self._device.options.stall_s)
         while self._thread.is_alive() and self._device.failure is None and time.monotonic() < deadline:
@@ -117,10 +117,10 @@ class Communicator:
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self.data.shutdown()
-            del self.data  # its threads end here; at the end of the process they would abort it
+            del self.data  # ends its threads, which would abort the process at its end
 
     def abort(self) -> None:
-        """End the queue; a transfer that waits for its peer is left to its thread, which ends with the process."""
+        """End the queue without waiting; a transfer that waits for its peer stays in its daemon thread."""
         self._queue.put(None)
 
     def _post(self, item: Item, execute: Callable[[], None]) -> Item:
@@ -135,15 +135,15 @@ class Communicator:
             error: Exception | None = None
             try:
                 self._device.begin(item)
-                # gloo copies into results here, which autograd, on in a new thread, would take for a part of the model.
+                # Autograd is on in a new thread, and would record the copies into results.
                 with torch.no_grad():
                     execute()
-            except Exception as failure:  # kept for whoever waits for the item
+            except Exception as failure:  # raised by the waits for the item
                 error = failure
             self._device.end(item, error)
 
     def _agree(self, item: Item, signature: tuple[int, int, int]) -> None:
-        """All members are in the same collective, or each of them says who is in which."""
+        """Check that all members are in the same collective; raises OrderError on every member if not."""
         mine = torch.tensor(signature)
         found = [torch.empty_like(mine) for _ in self._ranks]
         self.data.allgather([found], [mine]).wait(self._timeout)
@@ -155,8 +155,8 @@ class Communicator:
             )
 
     def _transfer(self, item: Item, batch: Sequence[Transfer]) -> None:
-        """Moves data once both ends run: the receiver's word that it is ready frees the sender."""
-        kept: list[tuple[Any, torch.Tensor]] = []  # gloo takes back messages whose handles are dropped
+        """Moves the data once both ends run: the sender waits for the receiver's ready message."""
+        kept: list[tuple[Any, torch.Tensor]] = []  # gloo cancels messages whose handles are deleted
         waiting: list[tuple[Any, Transfer, torch.Tensor]] = []
         for transfer in batch:
             size = torch.tensor([transfer.tensor.numel() * transfer.tensor.element_size()])

@@ -1,8 +1,8 @@
-"""What the host computes with: the rule of streams.
+"""Checks of the host's operators against the stream order.
 
-The host plays the compute stream.  An operation's tensors may be touched again only after ``wait``, whether the
-operation has ended by then or not: on a GPU that is luck.  After ``wait`` the host goes on, and stops where it touches
-what the operation still uses, which is where the compute stream would stand still.
+The host simulates the compute stream.  An operation's tensors may be touched only after ``wait``, even if the
+operation has already ended, because on a GPU that is a matter of timing.  After ``wait`` the host continues, and blocks
+when it touches a tensor that the operation still uses, where the compute stream would block.
 """
 
 import functools
@@ -16,7 +16,7 @@ from testing.nccl_order.launch import Device
 
 
 class ComputeStream(TorchDispatchMode):
-    """Everything that the host computes, operator by operator."""
+    """Dispatch mode that passes the tensors of every operator to the device's checks."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ComputeStream(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch's wrapper would cost more than the rest."""
+        """Returns False: nothing is compiled here, and torch's own check takes longer than the rest."""
         return False
 
     def __torch_dispatch__(
@@ -45,9 +45,9 @@ class ComputeStream(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note_launch(self, func: Any, values: tuple[Any, ...]) -> None:
-        """Let the host wait where CUDA makes it wait: a new kernel is loaded, new memory is asked for, a value is read.
+        """Wait like a host on CUDA: at the first launch of a kernel, an allocation of a new size, a read of a value.
 
-        Which kernel an operator launches depends on types and shapes; new shapes need new memory, too.
+        An operator's kernel depends on types and shapes; new shapes need new memory, too.
         """
         if func is torch.ops.aten._local_scalar_dense.default:
             self._device.wait_for_compute()
@@ -58,7 +58,7 @@ class ComputeStream(TorchDispatchMode):
 
 
 def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Types and shapes of tensors, and sizes, among an operator's arguments."""
+    """Types and shapes of the tensors, and lists of sizes, in an operator's arguments."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -70,7 +70,7 @@ def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def _writes(func: Any) -> dict[int | str, bool]:
-    """By place and by name of an argument: whether the operator writes to it; empty where it touches no memory."""
+    """Whether an operator writes an argument, by position and by name; empty if it accesses no memory."""
     found: dict[int | str, bool] = {}
     if func.namespace in ("c10d", "profiler") or func.is_view:
         return found
@@ -80,7 +80,7 @@ def _writes(func: Any) -> dict[int | str, bool]:
 
 
 def watch_memory(device: Device) -> None:
-    """Watch this thread's operators, and what reads or frees memory without one, from now on."""
+    """Check this thread's operators from now on, and ``numpy``, ``tolist`` and ``resize_``, which are not operators."""
     ComputeStream(device).__enter__()
 
     def before(owner: Any, name: str, check: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""The process group: what ``torch.distributed`` calls, handed to the queue that NCCL would use."""
+"""The process group: queues operations of ``torch.distributed`` in the communicator that NCCL would use."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from testing.nccl_order.launch import Device, Options
 
 BACKEND = "nccl_order"
 
-# Where a collective's inputs are among its arguments, and whether all members have equally many elements.
+# Position of a collective's inputs in its arguments, and whether all members have equal numbers of elements.
 _COLLECTIVES: dict[str, tuple[int | None, bool]] = {
     "allreduce": (0, True),
     "allreduce_coalesced": (0, True),
@@ -64,7 +64,7 @@ class OrderedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended; if so, all that the host does from here on is ordered after it."""
+        """Whether the operation has ended; if so, the host's further work is ordered after it."""
         done = self._item.done.is_set()
         self._item.waited = self._item.waited or done
         return done
@@ -74,36 +74,36 @@ class OrderedWork(dist.Work):
         return self.is_completed() and self._item.error is None
 
     def synchronize(self) -> None:
-        """As ``wait``."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As ``wait`` without a timeout: there is one compute stream."""
+        """Same as :meth:`wait` without a timeout, because there is one compute stream."""
         self._device.order_after(self._item)
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """A process group with NCCL's order over communicators of its own."""
+    """A process group with NCCL's order; its communicators are made at first use."""
 
     def __init__(self, store: Any, rank: int, ranks: list[int], name: str, timeout: timedelta, device: Device) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._store, self._members, self._label, self._bound = store, ranks, name, timeout
         self._device = device
         self._communicators: dict[tuple[int, int] | None, Communicator] = {}
-        """By pair of members, None for all of them."""
-        self.batch: list[Transfer] | None = None  # transfers that start together; None where each starts alone
+        """Communicators by pair of members; None is the key of the whole group's."""
+        self.batch: list[Transfer] | None = None  # transfers of an open batch; None outside a batch
 
     def getBackendName(self) -> str:
-        """Returns what ``torch.distributed`` shows."""
+        """Returns the name of the backend for ``torch.distributed``."""
         return BACKEND
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name under which ``torch.distributed`` knows the group."""
+        """Name of the group in ``torch.distributed``."""
         return self._label
 
     def _communicator(self, pair: tuple[int, int] | None) -> Communicator:
-        """The queue of two members, or of all; connected at its first use, where the host waits."""
+        """The communicator of two members or of all (None); connected at its first use, where the host waits."""
         if pair not in self._communicators:
             members = range(self.size()) if pair is None else pair
             ranks = [self._members[m] for m in members]
@@ -131,16 +131,16 @@ class OrderedGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, peer)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> OrderedWork:
-        """NCCL has no such operation."""
+        """Raises OrderError: NCCL has no such operation."""
         raise OrderError(f"group {self._label}: NCCL cannot receive from any source; name the rank")
 
     def end_batch(self) -> OrderedWork:
-        """Queue what was collected as one entry of the whole group's communicator."""
+        """Queue the batch's transfers as one operation of the whole group's communicator."""
         batch, self.batch = self.batch or [], None
         return OrderedWork(self._device, self._communicator(None).transfers(batch))
 
     def run(self, method: str, *arguments: Any) -> OrderedWork:
-        """Queue a collective, given as ``torch.distributed`` calls it."""
+        """Queue a collective: name and arguments of a method of ``ProcessGroup``."""
         where, equal = _COLLECTIVES[method]
         inputs = () if where is None else tuple(_tensors(arguments[where]))
         size = sum(t.numel() for t in inputs) if equal else -1
@@ -154,12 +154,12 @@ class OrderedGroup(dist.ProcessGroup):
 
         outputs = () if where is None else tuple(_tensors(arguments[0]))
         if method == "broadcast" and arguments[1].rootRank == self.rank():
-            outputs = ()  # what the root sends is only read
+            outputs = ()  # the root only reads its tensor
         item = self._communicator(None).collective(method, size, inputs, outputs, start)
         return OrderedWork(self._device, item, blocks=method == "barrier")
 
     def close(self) -> None:
-        """End the queues' threads."""
+        """Close all communicators; raises OrderError for a failure that no wait has reported."""
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()
@@ -168,32 +168,32 @@ class OrderedGroup(dist.ProcessGroup):
     shutdown = close
 
     def abort(self) -> None:
-        """End what is open at once, whatever the other members do; NCCL ends the operations of the process likewise."""
+        """End all open operations of this rank without waiting for other members, as NCCL's abort does."""
         self._device.abort(f"group {self._label} was aborted on world rank {self._members[self.rank()]}")
         for communicator in self._communicators.values():
             communicator.abort()
         self._communicators.clear()
 
 
-# Lists of unequal tensors, which NCCL's groups take and gloo's do not: where the tensor of this rank stands.
+# Collectives with lists of unequal tensors, which gloo does not support: position of this rank's single tensor.
 _UNEVEN = {"allgather": 1, "reduce_scatter": 0}
 
 
 def unversioned(argument: Any) -> Any:
-    """Tensors as kernels write them: autograd, which has long made views of a result, does not count the writing."""
+    """Arguments with ``tensor.data`` for each tensor: writes then do not raise autograd's version counter."""
     if isinstance(argument, list):
         return [unversioned(entry) for entry in argument]
     return argument.data if isinstance(argument, torch.Tensor) else argument
 
 
 class _Steps:
-    """Steps of one collective, made when it is waited for."""
+    """Work of a collective in several steps, which run in :meth:`wait`."""
 
     def __init__(self, steps: list[Callable[[], Any]]) -> None:
         self._steps = steps
 
     def wait(self, timeout: timedelta) -> None:
-        """Make one step after the other, each within the timeout."""
+        """Run the steps in order, each within the timeout."""
         for step in self._steps:
             work = step()
             if work is not None:
@@ -207,7 +207,7 @@ def _all_gather_lists(
     inputs: list[torch.Tensor],
     _options: Any = None,
 ) -> _Steps:
-    """Every member broadcasts its own part."""
+    """An all-gather in which every member broadcasts its own part."""
     parts = outputs[0]
     parts[rank].copy_(inputs[0])
     return _Steps([functools.partial(data.broadcast, part, root) for root, part in enumerate(parts) if part.numel()])
@@ -220,8 +220,8 @@ def _reduce_scatter_lists(
     inputs: list[list[torch.Tensor]],
     options: Any = None,
 ) -> _Steps:
-    """Every member's part is reduced to the member."""
-    sums = [part.clone() for part in inputs[0]]  # only the results may change
+    """A reduce-scatter in which each part is reduced to its member."""
+    sums = [part.clone() for part in inputs[0]]  # inputs must not change
     operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
     steps: list[Callable[[], Any]] = [
         functools.partial(data.reduce, part, root, operation) for root, part in enumerate(sums) if part.numel()
@@ -266,10 +266,10 @@ def is_installed() -> bool:
 
 
 def install(options: Options | None = None) -> None:
-    """Give this process a backend ``nccl`` on the CPU; before ``torch.distributed`` starts.
+    """Simulate the backend ``nccl`` on the CPU in this process; call it before ``torch.distributed`` is initialised.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is up already.
+        RuntimeError: ``torch.distributed`` is initialised already.
     """
     if dist.is_initialized():
         raise RuntimeError("install the simulated backend before torch.distributed starts")
@@ -292,20 +292,20 @@ def install(options: Options | None = None) -> None:
 
 
 def synchronize() -> None:
-    """Let the host wait for all operations of this process, as ``torch.cuda.synchronize`` does.
+    """Wait for all operations of this process, like ``torch.cuda.synchronize``.
 
     Raises:
-        OrderError: One of them failed, or operations wait for each other.
+        OrderError: One of them failed, or there is a deadlock.
     """
     for device in _DEVICES:
         device.synchronize()
 
 
 def host_wait(why: str) -> None:
-    """Let the host wait for the device, where CUDA makes it wait; does nothing where no device is simulated.
+    """Wait for the device where a host waits on CUDA; does nothing if no device is simulated.
 
     Raises:
-        OrderError: An operation failed, or cannot end while this host stands still.
+        OrderError: An operation failed, or cannot end while this host waits.
     """
     for device in _DEVICES:
         device.host_wait(why)
@@ -318,7 +318,7 @@ def _rebind(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def _with_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The simulated backend wherever NCCL is asked for."""
+    """A function that creates groups, with the simulated backend in place of ``nccl``."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -336,7 +336,7 @@ def _with_backend(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _batched(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The transfers of one call start together."""
+    """``batch_isend_irecv`` as one operation, whose transfers start together."""
 
     @functools.wraps(original)
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
@@ -354,7 +354,7 @@ def _batched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The public name of the backend is NCCL's: what asks for it acts as on GPUs."""
+    """``get_backend`` with the name ``nccl`` for the simulated backend, so that callers behave as on GPUs."""
 
     @functools.wraps(original)
     def get_backend(group: Any = None) -> str:

@@ -1,4 +1,4 @@
-"""One operation of a communicator's queue, and the error of those that NCCL would not run."""
+"""Operations in a communicator's queue, and the error for operations that NCCL would not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class OrderError(RuntimeError):
-    """Operations that NCCL would not run, or would run wrongly; the message says which."""
+    """Operations that NCCL would not run, or would run wrongly; the message names them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,12 +19,12 @@ class Item:
     """One entry of a communicator's queue: a collective, a transfer, or a batch of transfers."""
 
     communicator: str  # name of the queue
-    what: str  # the operation with its peer, for messages
-    inputs: tuple[torch.Tensor, ...]  # tensors that it reads
-    outputs: tuple[torch.Tensor, ...] = ()  # tensors that it fills
-    number: int = -1  # place in the order of launches of this rank
-    waited: bool = False  # whether the compute stream is ordered after it
-    after: tuple[Item, ...] = ()  # operations that the compute stream was ordered after when this one was posted
+    what: str  # operation and peer, for messages
+    inputs: tuple[torch.Tensor, ...]  # tensors that the operation reads
+    outputs: tuple[torch.Tensor, ...] = ()  # tensors that the operation writes
+    number: int = -1  # position in the launch order of this rank
+    waited: bool = False  # whether the compute stream is ordered after this operation
+    after: tuple[Item, ...] = ()  # operations that must end before this one starts
     posted_s: float = field(default_factory=time.monotonic)
     started: bool = False
     error: Exception | None = None
@@ -33,11 +33,11 @@ class Item:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended well, and all is ordered after it."""
+        """Whether the operation has ended without an error, and the compute stream is ordered after it."""
         return self.waited and self.done.is_set() and self.error is None
 
     def remember(self) -> None:
-        """Note what the inputs hold."""
+        """Store checksums of the inputs."""
         with _disable_current_modes():
             self.contents = tuple(map(_digest, self.inputs))
 
@@ -54,7 +54,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """A sum over the bits; an array of numpy over them would make the storage impossible to resize."""
+    """Checksum of a tensor's bits; without numpy, whose view would make the storage impossible to resize."""
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

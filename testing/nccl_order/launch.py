@@ -1,4 +1,4 @@
-"""One rank's device, as far as the order of operations goes: launches, slots, and what to say of a stall."""
+"""Simulated device of a rank: launch order, limit of running operations, and reports of deadlocks."""
 
 import json
 import os
@@ -15,20 +15,20 @@ from testing.nccl_order.memory import Use, Uses
 
 HOST_WAIT_ADVICE = "nothing may be under way then whose other end depends on this rank"
 _POLL_S = 0.02
-_OTHERS_S = 3.0  # how long a rank waits for the other ranks' states before it reports a stall
+_OTHERS_S = 3.0  # bound on the wait for the other ranks' states before a stall is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How strict the device is."""
+    """Rules of the simulated device."""
 
-    stall_s: float = 20.0  # an operation that has not ended this long after its post is taken for a deadlock
-    resident: int = 16  # operations that can be on the device at once
-    # operations start in the order of their launch, whatever their communicator (``CUDA_DEVICE_MAX_CONNECTIONS=1``)
+    stall_s: float = 20.0  # an operation that has not ended this long after its post counts as a deadlock
+    resident: int = 16  # most operations on the device at once
+    # whether operations of all communicators start in the order of launch (``CUDA_DEVICE_MAX_CONNECTIONS=1``)
     one_queue: bool = True
-    check_changes: bool = True  # refuse tensors that change between post and run
-    # the host waits for all that was launched before the first launch of a kernel, and wherever else a GPU makes it
-    # wait (:meth:`Device.host_wait`)
+    check_changes: bool = True  # whether tensors that change between post and run are refused
+    # whether the host waits for all launched operations at the first launch of a kernel, and at the other calls that
+    # make the host wait on a GPU (:meth:`Device.host_wait`)
     host_waits: bool = True
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Options:
 
 
 class Device:
-    """Launch order, slots and open operations of this process."""
+    """Launch order, running and open operations of this process."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -51,25 +51,25 @@ class Device:
         self._running = 0
         self._open: dict[int, Item] = {}
         self._ahead: dict[int, Item] = {}
-        """What the compute stream is ordered after, and what has not ended."""
+        """Open operations after which the compute stream is ordered."""
         self.uses = Uses()
         self.failure: Exception | None = None
         self.told = False
-        """Whether the host knows of the failure."""
+        """Whether the failure has been raised on the host."""
         self.store: Any = None
-        """The default store, through which ranks tell each other where they stand."""
+        """The default store, over which ranks exchange their states after a stall."""
         self._watchdog: threading.Thread | None = None
         self._host_waits: str | None = None
-        """Why the host stands still, where no operation says so."""
+        """Reason of a host wait that is not a wait for one operation."""
 
     def launch(self, item: Item) -> None:
-        """Give an item its place in the order of launches.
+        """Append an item to the launch order.
 
-        It is ordered after the compute stream, hence after all that the compute stream waits for.
+        The item starts after all operations for which the compute stream waits.
 
         Raises:
-            OrderError: Another operation of this rank has failed, or the groups were aborted, or a communicator of
-                another stream still uses a tensor.
+            OrderError: Another operation of this rank has failed, the groups were aborted, or another communicator
+                uses one of the tensors and has not been waited for.
         """
         arriving = self._check_posted(item)
         if self.options.check_changes and not arriving:
@@ -90,7 +90,7 @@ class Device:
         self.uses.add(item, item.outputs, True)
 
     def _check_posted(self, item: Item) -> bool:
-        """Whether something that the item reads is still to arrive; raises OrderError where nothing orders that."""
+        """Whether an open operation uses the item's tensors; raises OrderError if the item is not ordered after it."""
         arriving = False
         for tensors, writes in ((item.inputs, False), (item.outputs, True)):
             for use in (use for tensor in tensors for use in self.uses.conflicts(tensor, writes)):
@@ -100,7 +100,7 @@ class Device:
         return arriving
 
     def touch(self, tensor: torch.Tensor, writes: bool, who: object) -> None:
-        """The compute stream reads or writes a tensor: it stands still until what it waits for has ended.
+        """Read or write a tensor on the compute stream: block until the operations that use it have ended.
 
         Raises:
             OrderError: An operation uses the tensor and has not been waited for.
@@ -110,7 +110,7 @@ class Device:
             self._order(found, who)
 
     def touch_storage(self, storage: torch.UntypedStorage) -> None:
-        """The memory is freed or moved; see ``touch``."""
+        """Resize a storage on the compute stream; see :meth:`touch`."""
         self._order(self.uses.of_storage(storage), "a change of its memory's size")
 
     def _order(self, uses: list[Use], who: object) -> None:
@@ -129,7 +129,7 @@ class Device:
         )
 
     def order_after(self, item: Item) -> None:
-        """Order the compute stream after an item; the host goes on.
+        """Order the compute stream after an item without blocking the host.
 
         Raises:
             OrderError: An operation of this rank has failed already.
@@ -144,10 +144,10 @@ class Device:
                 raise OrderError(str(error)) from error
 
     def synchronize(self) -> None:
-        """Wait for everything that has been launched, as ``torch.cuda.synchronize``.
+        """Wait for all launched operations, like ``torch.cuda.synchronize``.
 
         Raises:
-            OrderError: Something failed, or operations wait for each other.
+            OrderError: An operation failed, or there is a deadlock.
         """
         with self._state:
             items = [self._open[n] for n in sorted(self._open)]
@@ -156,12 +156,12 @@ class Device:
         self.raise_untold()
 
     def host_wait(self, why: str) -> None:
-        """Let the host stand still until all that was launched has ended, as CUDA does at some calls.
+        """Block the host until all launched operations have ended, as CUDA does at some calls.
 
-        It does not count as a wait for an operation: on a GPU whether the host waits here is luck.
+        The operations do not count as waited for, because it depends on timing whether a GPU makes the host wait here.
 
         Raises:
-            OrderError: An operation failed, or cannot end while this host stands still.
+            OrderError: An operation failed, or cannot end while this host waits.
         """
         if not self.options.host_waits:
             return
@@ -173,10 +173,10 @@ class Device:
         self._host_waits = None
 
     def wait_for_compute(self) -> None:
-        """Let the host stand still until the compute stream has ended, as a read of a value does.
+        """Block the host until the compute stream's work has ended, as a read of a value does.
 
         Raises:
-            OrderError: As :meth:`host_wait`.
+            OrderError: See :meth:`host_wait`.
         """
         with self._state:
             items = list(self._ahead.values())
@@ -184,7 +184,7 @@ class Device:
             self.await_end(item)
 
     def raise_untold(self) -> None:
-        """Raise the failure that nobody has been told of."""
+        """Raise the failure if no call has raised it yet."""
         with self._state:
             if self.failure is None or self.told:
                 return
@@ -192,7 +192,7 @@ class Device:
             raise OrderError(str(self.failure)) from self.failure
 
     def begin(self, item: Item) -> None:
-        """Wait until the device can start an item.
+        """Wait until the device can start an item, and start it.
 
         Raises:
             OrderError: Another operation of this rank has failed.
@@ -216,7 +216,7 @@ class Device:
         return not self.options.one_queue or item.number == self._next
 
     def end(self, item: Item, error: Exception | None) -> None:
-        """An item has ended; after an error nothing starts any more, as after NCCL's abort."""
+        """Record the end of an item; after an error no operation starts any more, as after NCCL's abort."""
         with self._state:
             self._running -= item.started
             self._open.pop(item.number, None)
@@ -229,7 +229,7 @@ class Device:
             self._state.notify_all()
 
     def abort(self, why: str) -> None:
-        """End all that is open: who waits for it is told why, at once, and nothing starts any more."""
+        """End all open operations with an error, which their waits raise at once; no operation starts any more."""
         with self._state:
             self.failure = self.failure or OrderError(why)
             for item in self._open.values():
@@ -239,8 +239,8 @@ class Device:
             self._state.notify_all()
 
     def _watch(self) -> None:
-        """The watchdog: operations that nobody waits for must end as well.  It says so once, and aborts."""
-        limit = 1.5 * self.options.stall_s  # who waits for the operation reports first
+        """Run the watchdog: print an error and abort if an operation does not end for which no caller waits."""
+        limit = 1.5 * self.options.stall_s  # longer than in a wait, which reports first
         while self.failure is None:
             time.sleep(min(1.0, self.options.stall_s / 4))
             with self._state:
@@ -251,10 +251,10 @@ class Device:
                 self.abort(str(error))
 
     def await_end(self, item: Item, timeout_s: float | None = None) -> None:
-        """Block the host until an item has ended; from then on all is ordered after it.
+        """Block the host until an item has ended; all later work is ordered after the item.
 
         Raises:
-            OrderError: The item failed, or it waits longer than a deadlock takes.
+            OrderError: The item failed, or has not ended after ``timeout_s`` or ``stall_s``.
         """
         self._await(item, min(self.options.stall_s, timeout_s or self.options.stall_s))
         item.waited = True
@@ -268,7 +268,7 @@ class Device:
             raise OrderError(str(item.error)) from item.error
 
     def _stalled(self, item: Item, limit_s: float) -> OrderError:
-        """The error of a deadlock, with the states of all ranks that tell theirs in time."""
+        """Returns the error of a deadlock, with the states of all ranks that report in time."""
         waits = self._host_waits or f"{item.communicator}: {item.what}"
         mine = {"waits": waits, "open": self.describe()}
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -297,7 +297,7 @@ class Device:
         return error
 
     def describe(self) -> list[str]:
-        """The open operations of this rank in the order of launch, at most eight."""
+        """Texts of the open operations of this rank in launch order, at most eight."""
         with self._state:
             items = [self._open[n] for n in sorted(self._open)]
         lines = []

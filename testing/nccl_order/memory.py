@@ -1,4 +1,4 @@
-"""Which memory operations use, until all else is ordered after them."""
+"""Memory that operations use, until the compute stream is ordered after them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,18 +14,18 @@ _CLEAN_EVERY = 256
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A piece of memory that an operation reads or fills."""
+    """A range of memory that an operation reads or writes."""
 
     item: Item  # the operation
-    storage: StorageWeakRef  # does not keep the memory alive
-    # low, high: bytes of the storage
+    storage: StorageWeakRef  # weak, so that the memory can be freed
+    # low, high: range of bytes in the storage
     low: int
     high: int
-    fills: bool  # whether the operation writes there
+    fills: bool  # whether the operation writes the range
 
 
 def _piece(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """A tensor's storage and its bytes there; None where there is no memory."""
+    """A tensor's storage and range of bytes; None if it has no CPU memory."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
     size = tensor.element_size()
@@ -35,7 +35,7 @@ def _piece(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None
 
 
 class Uses:
-    """The memory of all operations that the compute stream is not known to be ordered after."""
+    """The memory of the operations after which the compute stream is not yet ordered."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[Use]] = defaultdict(list)
@@ -45,7 +45,7 @@ class Uses:
         return bool(self._found)
 
     def add(self, item: Item, tensors: Iterable[torch.Tensor], fills: bool) -> None:
-        """Note what an operation uses."""
+        """Add the memory of an operation's tensors."""
         for tensor in tensors:
             piece = _piece(tensor)
             if piece is not None:
@@ -56,7 +56,7 @@ class Uses:
             self._keep(lambda use: not use.storage.expired() and not use.item.is_over)
 
     def conflicts(self, tensor: torch.Tensor, writes: bool) -> list[Use]:
-        """Uses of a tensor's memory that must not be at the same time as a read or write of it."""
+        """Uses of a tensor's memory that conflict with a read or write of it."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return []
         found = self._found.get(tensor.untyped_storage()._cdata)
@@ -71,7 +71,7 @@ class Uses:
         return list(self._found.get(storage._cdata, ()))
 
     def drop(self, item: Item) -> None:
-        """Forget an operation that all is ordered after from here on."""
+        """Remove the memory of an operation after which the compute stream is ordered."""
         self._keep(lambda use: use.item is not item)
 
     def _keep(self, wanted: Callable[[Use], bool]) -> None:
