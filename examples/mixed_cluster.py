@@ -18,7 +18,7 @@ EVEN, PLANNED = (4, 4), (6, 2)
 
 
 def simulated(layers: tuple[int, int]) -> Result:
-    """One iteration of 1F1B with these layers per stage."""
+    """Simulate one iteration of 1F1B with these layers per stage."""
     turns = tuple(i % 2 for i in range(MICROBATCHES))
     shape = Shape(layers=tuple((n,) for n in layers), route=(turns, turns), replicas=(2, 2))
     program = add_transfers(generate("1f1b", shape, speeds=SPEEDS))

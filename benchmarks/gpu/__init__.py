@@ -1,1 +1,1 @@
-"""Benchmarks that want a GPU."""
+"""Benchmarks that need a GPU."""

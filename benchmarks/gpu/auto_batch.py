@@ -1,9 +1,9 @@
 """Automatic batches until memory is full: ``python -m benchmarks.gpu.auto_batch --json OUT``.
 
-Two ranks that share a GPU look for the largest pass that fits, with a limit on what each of them may allocate, so that
-it is reached in seconds: the allocator of CUDA refuses, and the search goes on below.  It has to end with times of
-several sizes on every rank, to say what it does meanwhile, and the training that follows has to have the losses of one
-process.
+Two ranks that share a GPU search for the largest pass that fits.  A limit on the allocations of each rank makes CUDA's
+allocator refuse within seconds, and the search continues below.  It must end with times of several sizes on every
+rank and log its progress, and the training that follows must have the losses of one process.
+
 """
 
 import argparse
@@ -56,7 +56,7 @@ def flags(size: Size, is_cuda: bool) -> list[str]:
 
 
 def search(setting: Setting) -> dict[str, Any]:
-    """Returns the curves, and how far the losses are from those of one process."""
+    """Returns the curves, and the difference of the losses from those of one process."""
     is_cuda = setting.device == "cuda"
     size = LARGE if is_cuda else SMALL
     own = flags(size, is_cuda)

@@ -1,4 +1,4 @@
-"""Cases of a part of the check: each may fail alone, and the file is written after each."""
+"""Cases of a part of the GPU check: each may fail alone, and the file is written after each."""
 
 import argparse
 import os
@@ -19,12 +19,12 @@ _LIMIT_S, _TAIL_LINES = 300.0, 25
 
 
 class CaseError(AssertionError):
-    """A case has ended with something else than what is right."""
+    """A case ended with a wrong result."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds where the cases of a part run."""
+    """The environment in which the cases of a part run."""
 
     out: Path  # file with the figures
     device: Device  # what is tried; sizes are small on a CPU
@@ -32,7 +32,7 @@ class Setting:
     deadline_s: float  # of ``time.monotonic()``
 
     def left_s(self, most_s: float) -> float:
-        """Returns a bound on a wait: so long, or until the deadline; on a CPU, which may be busy, until the deadline.
+        """Returns a bound on a wait: the given one, or the time to the deadline; on a CPU always the latter.
 
         Raises:
             CaseError: It has passed.
@@ -52,7 +52,7 @@ class Setting:
         return found | {"PYTHONUNBUFFERED": "1"}
 
 
-Case = Callable[[], Mapping[str, Any]]  # returns figures; raises :class:`CaseError`, or what else has gone wrong
+Case = Callable[[], Mapping[str, Any]]  # returns figures; raises :class:`CaseError` or any other exception
 
 
 def run_part(
@@ -63,7 +63,7 @@ def run_part(
     more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
     at_once: int = 1,
 ) -> int:
-    """The command line of a part; returns 0 where no case failed.
+    """Run a part's command line; returns 0 if no case failed.
 
     Args:
         module: Name of the part's module.
@@ -94,7 +94,7 @@ def run_part(
 
 
 def run_cases(setting: Setting, cases: Mapping[str, Case], at_once: int = 1) -> int:
-    """Run cases and write what was found after each of them; returns 1 where one failed."""
+    """Run cases and write the results after each of them; returns 1 if one failed."""
     found: dict[str, Any] = {}
     lock = threading.Lock()
 
@@ -102,7 +102,7 @@ def run_cases(setting: Setting, cases: Mapping[str, Case], at_once: int = 1) -> 
         start_s = time.monotonic()
         try:
             entry: dict[str, Any] = {"passed": True, **cases[name]()}
-        except Exception as error:  # whatever goes wrong is this case's
+        except Exception as error:  # any exception is a failure of this case only
             told = [] if isinstance(error, AssertionError) else traceback.format_exception(error)[-4:]
             entry = {"passed": False, "error": str(error) or type(error).__name__, "traceback": told}
         entry["elapsed_s"] = round(time.monotonic() - start_s, 1)
@@ -135,7 +135,7 @@ def _write(setting: Setting, chosen: Mapping[str, Case], found: Mapping[str, Any
 def command(
     words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str], *, expected: Sequence[int] = (0,)
 ) -> str:
-    """Run a command with everything that it starts in a session of its own; returns what it wrote.
+    """Run a command in a session of its own; returns its output.
 
     Args:
         words: The command.

@@ -1,9 +1,9 @@
-"""What can only be seen on a GPU, in one command: ``make gpu-check``, ``python -m benchmarks.gpu.check --json OUT``.
+"""All checks that need a GPU, in one command: ``make gpu-check``, ``python -m benchmarks.gpu.check --json OUT``.
 
 Each part is a process of its own with a limit of its own.  A part that fails, hangs or dies is a row in the result
-and does not end the others.  Parts that judge no time run side by side first; the others have the machine for
-themselves then.  The JSON names hardware and date, and is written after every part.  Without a CUDA device the command
-says so in one line and exits with 3, before anything starts.
+and does not end the others.  Parts without timed figures run side by side first; then each timed part runs
+alone.  The JSON names hardware and date, and is written after every part.  Without a CUDA device the command
+prints one line and exits with 3, before anything starts.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Part:
 
 
 def judged_by(key: str, least: float | None = None, most: float | None = None) -> Callable[[Any], tuple[bool, str]]:
-    """A judgement by one figure within bounds."""
+    """Returns a judgement by one figure within bounds."""
 
     def judge(figures: Any) -> tuple[bool, str]:
         value = figures.get(key)
@@ -63,7 +63,7 @@ def judged_by(key: str, least: float | None = None, most: float | None = None) -
 
 
 def all_of(*judges: Callable[[Any], tuple[bool, str]]) -> Callable[[Any], tuple[bool, str]]:
-    """A judgement by several figures."""
+    """Returns a judgement by several figures."""
 
     def judge(figures: Any) -> tuple[bool, str]:
         found = [one(figures) for one in judges]
@@ -73,13 +73,13 @@ def all_of(*judges: Callable[[Any], tuple[bool, str]]) -> Callable[[Any], tuple[
 
 
 def _all_passed(figures: Any) -> tuple[bool, str]:
-    """Tests: some ran, none failed."""
+    """Judges tests: some ran, none failed."""
     ran, failed = figures["tests"] - figures["skipped"], figures["failures"] + figures["errors"]
     return ran > 0 and not failed, f"{ran} tests ran, {failed} failed"
 
 
 def _cases(module: str, *words: str) -> tuple[str, ...]:
-    """The command of a part that consists of cases and keeps to its limit itself."""
+    """Returns the command of a part that consists of cases and keeps its limit itself."""
     return ("-m", f"benchmarks.gpu.{module}", *words, "--json", "{json}", "--limit-s", "{limit_s}")
 
 
@@ -143,7 +143,7 @@ PARTS = (
 
 
 def run_part(part: Part, folder: Path, limit_s: float) -> dict[str, Any]:
-    """One part to its end or its limit; never raises for what the part does."""
+    """Run one part to its end or its limit; never raises because of the part."""
     target = folder / f"{part.name}.json"
     values = {"{json}": str(target), "{limit_s}": f"{max(1.0, limit_s - _LAST_WORDS_S):g}"}
     words = [values.get(word, word) for word in part.command]
@@ -175,10 +175,10 @@ def _end(mark: str) -> None:
 
 
 def _kill(own: bytes) -> int:
-    """Kill the processes with this variable; how many of them were there (one that has ended shows no variables)."""
+    """Kill the processes with this variable; returns their number (an ended process shows no variables)."""
     found = 0
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if own in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
                 found += 1
@@ -186,7 +186,7 @@ def _kill(own: bytes) -> int:
 
 
 def read_figures(path: Path) -> Any:
-    """The figures of a part; of pytest's own file the four counts."""
+    """Returns the figures of a part; from pytest's file the four counts."""
     text = path.read_text(encoding="utf-8")
     if not text.lstrip().startswith("<"):
         return json.loads(text)
@@ -195,7 +195,7 @@ def read_figures(path: Path) -> Any:
 
 
 def planned_s(parts: Sequence[Part], at_once: int = AT_ONCE) -> float:
-    """Seconds that parts take which all need their limits: side by side, then those that are timed."""
+    """Returns the seconds of all parts if each needs its limit: side by side, then the timed ones."""
     lanes = [0.0] * at_once
     for part in parts:
         if not part.is_timed:
@@ -204,7 +204,7 @@ def planned_s(parts: Sequence[Part], at_once: int = AT_ONCE) -> float:
 
 
 def share_s(parts: Sequence[Part], left_s: float, at_once: int = AT_ONCE) -> float:
-    """Seconds of the first of these parts: its limit, or less, so that the others keep the same share of theirs.
+    """Returns the seconds of the first part: its limit, or less, so that the others keep the same share of theirs.
 
     A part that hangs must not take the time of those after it.
 
@@ -219,7 +219,7 @@ def share_s(parts: Sequence[Part], left_s: float, at_once: int = AT_ONCE) -> flo
 def run_all(
     parts: Sequence[Part], out: Path, hardware: dict[str, Any], limit_s: float = LIMIT_S, at_once: int = AT_ONCE
 ) -> dict[str, Any]:
-    """All parts, those that judge times one after the other at the end; the report is complete after each of them."""
+    """Run all parts, the timed ones one after the other at the end; the report is complete after each of them."""
     deadline_s = time.monotonic() + limit_s
     report: dict[str, Any] = {"passed": False, **hardware, "parts": {}}
     results: dict[str, dict[str, Any]] = {}
@@ -227,7 +227,7 @@ def run_all(
     lock = threading.Lock()
 
     def run_next(folder: Path) -> None:
-        """The first part that waits, with its share of the time."""
+        """Run the first waiting part, with its share of the time."""
         with lock:
             left_s = deadline_s - time.monotonic()
             bound_s = share_s(waiting, left_s, at_once)
@@ -253,7 +253,7 @@ def run_all(
 
 
 def hardware() -> dict[str, Any] | None:
-    """Returns what results must name; None without a CUDA device."""
+    """Returns the hardware that results must name; None without a CUDA device."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Checkpoints moved between two plans of different layout: ``python -m benchmarks.gpu.checkpoint --json OUT``.
 
 Two ranks train for half of the steps under one plan and save; two ranks go on under another one, which divides the
-model otherwise.  Losses are those of one process of stock Megatron that was not disturbed, within
+model differently.  Losses must be those of one uninterrupted process of stock Megatron, within
 ``testing.compare.BOUNDS``.  Layers are Megatron's own in fp32, with ``--te`` those of Transformer Engine in bf16.
 """
 
@@ -28,7 +28,7 @@ _STEPS, _CASE_S = 4, 75.0
 
 @dataclass(frozen=True)
 class Move:
-    """What is saved under the first plan is loaded under the second one."""
+    """Two plans: a checkpoint of the first one is loaded under the second one."""
 
     first: Plan
     second: Plan

@@ -1,8 +1,8 @@
 """``het-doctor`` on a GPU that two ranks share: ``python -m benchmarks.gpu.doctor --json OUT``.
 
-Ranks are started by torchrun, as for a training; whatever lets them share the device they set by themselves.  Every
-check of the doctor has to run and to find no fault.  Its bounds on times are so wide that they judge nothing: other
-parts run meanwhile.
+Ranks are started by torchrun, as for a training, and configure the shared device by themselves.  Every check of the
+doctor has to run and to find no fault.  Its bounds on times are too wide to fail, because other parts run at the
+same time.
 """
 
 import argparse

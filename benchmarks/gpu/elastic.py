@@ -1,9 +1,9 @@
-"""An elastic job whose workers share a GPU, and one of them dies: ``python -m benchmarks.gpu.elastic --json OUT``.
+"""Kills one worker of an elastic job whose workers share a GPU: ``python -m benchmarks.gpu.elastic --json OUT``.
 
 A node of three workers trains; the last one is killed while an iteration runs.  The communicators of the others wait
-for it on the device.  They have to be aborted, the two that are left have to go on in their processes under the next
-plan, with the state from before that iteration, and losses have to be those of a job that nobody disturbs, which runs
-beside it.
+for it on the device and must be aborted.  The two remaining workers must go on in their processes under the next plan,
+with the state from before that iteration.  Losses must be those of an undisturbed job, which runs beside
+it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _POLL_S, _TAIL_LINES = 0.1, 40
 
 
 def death(setting: Setting) -> dict[str, Any]:
-    """Returns what the controller saw, and how far the losses are from those without a death."""
+    """Returns the controller's history, and the difference of the losses from those without a death."""
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(_job, setting, name, kills=name == "killed") for name in ("killed", "undisturbed")]
     history, killed_s = runs[0].result()
@@ -52,7 +52,7 @@ def death(setting: Setting) -> dict[str, Any]:
 
 
 def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, Any]], float]:
-    """A job to its end; the controller's history, and when a worker was killed."""
+    """Run a job to its end; returns the controller's history, and the time at which a worker was killed."""
     folder, killed_s = setting.folder / name, 0.0
     environment, restarts = setting.environment(), "1" if kills else "0"
     job = ElasticJob(folder, _ITERATIONS, restarts, nodes={"a": _WORKERS}, device=setting.device, variables=environment)
@@ -64,7 +64,7 @@ def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, An
             if setting.deadline_s < time.monotonic() + 3.0:
                 for worker in job.workers("a"):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker, signal.SIGABRT)  # its threads write where they are
+                        os.kill(worker, signal.SIGABRT)  # its threads write their stacks
                 time.sleep(1.0)
                 raise CaseError(f"{name}: the job did not end in time\n{_told(folder)}")
             time.sleep(_POLL_S)
@@ -75,7 +75,7 @@ def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, An
 
 
 def _told(folder: Path) -> str:
-    """The end of every log."""
+    """Returns the end of every log."""
     lines = []
     for log in sorted(folder.rglob("*.txt")):
         lines += [f"--- {log.relative_to(folder)}", *log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]]

@@ -1,8 +1,8 @@
 """CUDA graphs per slice: ``python -m benchmarks.gpu.graphs --json OUT``.
 
 The attention of every slice of a sequence is captured as a graph of its own, because slices differ in the keys that
-they see, and replayed on other values.  Figures: largest difference of outputs and of gradients from the same work
-without graphs, and time of a replayed sequence relative to it (below 1: graphs are faster).
+they attend to, and replayed on other values.  Figures: largest difference of outputs and of gradients from the same
+work without graphs, and time of a replayed sequence relative to it (below 1: graphs are faster).
 """
 
 import statistics

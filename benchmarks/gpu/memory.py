@@ -1,6 +1,6 @@
-"""Memory of a training on one GPU against the planner's prediction: ``python -m benchmarks.gpu.memory --json OUT``.
+"""Compares a training's memory on one GPU with the prediction: ``python -m benchmarks.gpu.memory --json OUT``.
 
-The planner makes a plan of a small Llama for the GPU that is here; five iterations run under it.  ``largest_error`` is
+The planner makes a plan of a small Llama for this machine's GPU; five iterations run under it.  ``largest_error`` is
 the largest error of the planner among parameters, gradients, optimizer state and activations, as a share of all.
 ``dry_run_error`` is the same of a dry run of the rank, over parameters, gradients and optimizer state.  ``--small``
 takes a tiny model and works on a CPU as well.
@@ -28,7 +28,7 @@ _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_by
 
 
 def documents(is_small: bool, memory_bytes: int, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cluster file and model file."""
+    """Returns cluster file and model file."""
     figures = {
         "flops": {precision: 1e14},
         "memory_bytes": memory_bytes,
@@ -53,7 +53,7 @@ def documents(is_small: bool, memory_bytes: int, precision: str) -> tuple[dict[s
 
 
 def make_plan(folder: Path, cluster: dict[str, Any], model: dict[str, Any]) -> Plan:
-    """The planner's plan, with its predictions."""
+    """Returns the planner's plan, with its predictions."""
     import yaml
 
     for name, document in (("cluster", cluster), ("model", model)):
@@ -65,14 +65,14 @@ def make_plan(folder: Path, cluster: dict[str, Any], model: dict[str, Any]) -> P
 
 
 def flags_of(plan: Plan, model: dict[str, Any], folder: Path) -> list[str]:
-    """Megatron's flags of model and plan."""
+    """Returns Megatron's flags of model and plan."""
     words = [*model_arguments(plan, Model(**model)), *plan_arguments(plan)]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(model["vocab_size"] - 1)]
     return [*words, "--het-plan", str(folder / "plan.json")]
 
 
 def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
-    """Bytes by kind that a dry run of the rank counts."""
+    """Returns the bytes by kind that a dry run of the rank counts."""
     out = folder / "dry-run.json"
     command = [sys.executable, "-W", "ignore", "-m", "megatron_het.dry_run", "--rank", "0", "--out", str(out)]
     words = flags_of(plan, model, folder)
@@ -88,7 +88,7 @@ def dry_run(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> d
 
 
 def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dict[str, int]:
-    """Bytes by kind that the run report measured."""
+    """Train; returns the bytes by kind in the run report."""
     words = flags_of(plan, model, folder)
     words += platform_words(is_cuda=is_cuda)
     words += ["--mock-data", "--split", "90,10,0", "--eval-iters", "0", "--eval-interval", "1000"]
@@ -103,7 +103,7 @@ def train(plan: Plan, model: dict[str, Any], folder: Path, is_cuda: bool) -> dic
 
 
 def errors(plan: Plan, measured: dict[str, int]) -> dict[str, float]:
-    """Error of every kind, as a share of all that was measured."""
+    """Returns the error of every kind, as a share of all measured bytes."""
     assert plan.predicted is not None
     predicted = plan.predicted.per_rank[0]
     total = sum(measured.values())

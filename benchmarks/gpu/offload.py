@@ -1,4 +1,4 @@
-"""What offloading costs on a GPU: ministages with shards in host memory against the same without.
+"""Measures the cost of offloading on a GPU: ministages with and without shards in host memory.
 
 ``python -m benchmarks.gpu.offload --json OUT``: layers of a 7B model (hidden size 4096) in four
 ministages on one GPU, bf16, recompute per layer.  Variants alternate, each in a process of its own:
@@ -7,8 +7,8 @@ iteration relative to nothing offloaded (``max_slowdown``, over parameters and a
 wanted) and peak bytes of the device.  The figures so far are written after every run, so that a benchmark that is
 cut short leaves them.  A variant that fails ends no other: ``errors`` has the end of its log, and it is not run again.
 
-Without a CUDA device it says so and measures nothing; ``--small`` runs everything with a tiny model, there too,
-to see that it works.
+Without a CUDA device it prints a message and measures nothing; ``--small`` runs everything with a tiny model, also
+there, as a test.
 """
 
 import itertools
@@ -55,7 +55,7 @@ SMALL = Size(64, 96, 4, 255, 32, 3)
 
 
 def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
-    """One stage of one replica."""
+    """Returns a plan of one stage with one replica."""
     layers = (LAYERS_PER_MINISTAGE,) * MINISTAGES
     return Plan(
         ModelShape(sum(layers), size.hidden, size.heads, size.heads, size.tokens, size.ffn),
@@ -66,7 +66,7 @@ def plan_of(options: Mapping[str, Any], size: Size) -> Plan:
 
 
 def arguments(plan: Plan, size: Size, iterations: int, is_cuda: bool) -> list[str]:
-    """Megatron's flags for a plan on this machine."""
+    """Returns Megatron's flags for a plan on this machine."""
     flags = plain_flags(plan.model, size.vocabulary, plan.num_microbatches, iterations)
     own = "--bf16 --split 90,10,0 --clip-grad 1.0 --lr 1e-4 --distributed-timeout-minutes 5"
     return [*flags, *own.split(), "--dist-ckpt-optim-fully-reshardable", *platform_words(is_cuda=is_cuda)]
@@ -79,7 +79,7 @@ class VariantError(RuntimeError):
 def run(
     runner: Runner, name: str, size: Size, iterations: int, folder: Path, is_cuda: bool, deadline_s: float
 ) -> dict[str, float]:
-    """One training of a variant.
+    """Run one training of a variant.
 
     Raises:
         VariantError: It failed; with the end of its log.
@@ -104,9 +104,9 @@ def run(
 
 
 def figures(runs: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Returns what the runs so far say; a round that was not ended counts for the variants that have run.
+    """Returns the figures of the runs so far; an unfinished round counts for the variants that have run.
 
-    Without a run of what is judged there is no ``max_slowdown``; ``not_run`` names it.
+    Without runs of the judged variants there is no ``max_slowdown``; ``not_run`` names them.
     """
     slowdowns = {
         name: statistics.median(b["iteration_s"] / a["iteration_s"] for a, b in zip(runs["nothing"], found)) - 1
@@ -142,7 +142,7 @@ def main() -> int:
     common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
     folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    report, errors, longest_s = figures(runs), dict[str, str](), 0.0  # says so where no run ends in time
+    report, errors, longest_s = figures(runs), dict[str, str](), 0.0  # has ``not_run`` if no run ends in time
     try:
         with Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
             for turn, name in itertools.product(range(options.rounds), VARIANTS):

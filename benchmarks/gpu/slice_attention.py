@@ -1,8 +1,8 @@
-"""Slice attention against unsliced attention by the same kernel, on one GPU.
+"""Compares sliced and unsliced attention by the same kernel, on one GPU.
 
 ``python -m benchmarks.gpu.slice_attention --json OUT``: forward and backward of one causal
 attention layer over 32k to 256k tokens, cut into 8 to 32 slices, every kernel that runs here.
-Figures: throughput relative to the unsliced kernel (of the kernel that would be chosen at least 0.95 wanted from 4,096
+Figures: throughput relative to the unsliced kernel (for the kernel that would be chosen, at least 0.95 from 4,096
 tokens per slice on, and 0.85 from 2,048 on) and peak memory.  A kernel that fails at some length is named and does not
 end the others; the file is written after every length.  Runs on the CPU too, with small sizes, to see that it works.
 """
@@ -36,12 +36,12 @@ def _tensors(tokens: int, device: torch.device, dtype: torch.dtype) -> list[torc
 
 
 def unsliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float) -> None:
-    """One forward and one backward of the kernel over the whole sequence."""
+    """Run one forward and one backward of the kernel over the whole sequence."""
     forward_backward(kernel, tensors[:3], tensors[3], Scores(causal=True, scale=scale))
 
 
 def sliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float, slices: int, cache: KVCache) -> None:
-    """All forwards, then all backwards, last slice first."""
+    """Run all forwards, then all backwards, last slice first."""
     q, k, v = ([p.detach().requires_grad_() for p in t.chunk(slices)] for t in tensors[:3])
     outs = [
         slice_attention(
@@ -54,7 +54,7 @@ def sliced(kernel: Kernel, tensors: list[torch.Tensor], scale: float, slices: in
 
 
 def measure(work: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, int | None]:
-    """Median seconds, and peak bytes above the inputs (None on the CPU)."""
+    """Returns the median seconds, and the peak bytes above the inputs (None on the CPU)."""
     work()
     _synchronize(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
@@ -73,7 +73,7 @@ def measure(work: Callable[[], None], device: torch.device, repeats: int) -> tup
 def cases(
     kernel: Kernel, tokens: int, counts: list[int], device: torch.device, dtype: torch.dtype, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Figures of one kernel at one length, over slice counts."""
+    """Yields the figures of one kernel at one length, over slice counts."""
     scale, tensors = _HEAD_DIM**-0.5, _tensors(tokens, device, dtype)
     whole_s, whole_bytes = measure(lambda: unsliced(kernel, tensors, scale), device, repeats)
     for count in counts:
@@ -100,7 +100,7 @@ def cases(
 
 
 def report_of(entries: list[dict[str, Any]], kernels: list[Kernel], on_cuda: bool) -> dict[str, Any]:
-    """Returns what has been measured so far; the first kernel is the one that would be chosen."""
+    """Returns the report of the measurements so far; the first kernel is the one that would be chosen."""
     measured = [e for e in entries if e["kernel"] == kernels[0].name and "error" not in e]
     bars = [next((bar for least, bar in _BARS if e["tokens"] >= least * e["slices"]), 0.0) for e in measured]
     found = [e["relative_throughput"] for e in measured]
@@ -132,7 +132,7 @@ def main() -> int:
         for tokens in options.tokens:
             try:
                 entries += cases(kernel, tokens, options.slices, device, dtype, options.repeats)
-            except (RuntimeError, AttributeError) as error:  # out of memory, or a kernel that this torch has not
+            except (RuntimeError, AttributeError) as error:  # out of memory, or a kernel that this torch does not have
                 entries.append({"kernel": kernel.name, "tokens": tokens, "error": str(error)})
                 print(f"{kernel.name:15} {tokens:7} tokens: {error}", flush=True)
             report = report_of(entries, kernels, on_cuda)

@@ -1,4 +1,4 @@
-"""Seconds per iteration on one GPU against stock Megatron and the planner.
+"""Compares seconds per iteration on one GPU with stock Megatron and with the planner's predictions.
 
 ``python -m benchmarks.gpu.timings --json OUT``: six layers of hidden size 4096 with Transformer Engine, where it is
 installed, in bf16.  Stock Megatron and a plan of one stage take turns at 4,096 tokens (``executor_ratio``); one
@@ -81,12 +81,12 @@ LONGEST = (
 
 
 def tiny(training: Training) -> Training:
-    """The training with two layers and few tokens."""
+    """Returns the training with two layers and few tokens."""
     return replace(training, tokens=training.tokens // 512, microbatches=min(training.microbatches, 2), layers=2)
 
 
 def plan_of(training: Training, width: Width, device: str, precision: str) -> Plan:
-    """One stage of one replica on a GPU of that kind."""
+    """Returns a plan of one stage with one replica on a GPU of the given kind."""
     return Plan(
         ModelShape(
             training.layers, width.hidden, width.heads, width.heads, training.tokens, width.ffn, width.vocabulary
@@ -100,7 +100,7 @@ def plan_of(training: Training, width: Width, device: str, precision: str) -> Pl
 
 
 def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
-    """Megatron's flags of a training."""
+    """Returns Megatron's flags of a training."""
     model = plan_of(training, width, "", "fp32").model
     words = [*plain_flags(model, width.vocabulary - 1, training.microbatches, training.iterations)]
     words += ["--split", "90,10,0", "--clip-grad", "1.0", "--lr", "1e-4", "--distributed-timeout-minutes", "2"]
@@ -110,9 +110,9 @@ def arguments(training: Training, width: Width, is_cuda: bool) -> list[str]:
 
 
 def documents(training: Training, width: Width, device: str, precision: str, memory_bytes: int) -> dict[str, Any]:
-    """Cluster file and model file of a training, by name."""
+    """Returns cluster file and model file of a training, by name."""
     node: dict[str, Any] = {"nodes": [{"gpu": device, "count": 1, "gpus_per_node": 1}]}
-    if device == "here":  # a machine without a kind of the catalog
+    if device == "here":  # the GPU is not in the catalog
         node["gpus"] = {
             device: {
                 "flops": {precision: 1e11},
@@ -136,7 +136,7 @@ def documents(training: Training, width: Width, device: str, precision: str, mem
 
 
 def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path | None = None) -> float:
-    """Seconds per iteration that the planner expects, from its catalog or from a profile.
+    """Returns the seconds per iteration that the planner predicts, from its catalog or from a profile.
 
     Raises:
         ValueError: The planner refuses the plan, with its words.
@@ -157,7 +157,7 @@ def predicted(plan: Plan, files: Mapping[str, Any], folder: Path, profile: Path 
 
 
 def profile(files: Mapping[str, Any], folder: Path, device: str, is_small: bool) -> Path:
-    """A profile of this GPU with the model of the timings.
+    """Profile this GPU with the model of the timings.
 
     Raises:
         subprocess.SubprocessError: Profiling failed or took too long.
@@ -290,7 +290,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def predict(source: str, profile_path: Path | None) -> None:
         for training in chosen:
             if profile_path is not None and (training.tokens, training.layers) != (chosen[0].tokens, chosen[0].layers):
-                continue  # a profile is of one model
+                continue  # a profile is valid for one model only
             plan = plan_of(training, width, device, precision)
             try:
                 said_s = predicted(plan, files[training.name], folder / f"{training.name}-{source}", profile_path)

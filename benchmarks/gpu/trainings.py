@@ -1,12 +1,12 @@
-"""Plans of 2 to 4 ranks on one GPU over NCCL, against stock Megatron in one process.
+"""Compares plans of 2 to 4 ranks on one GPU over NCCL with stock Megatron in one process.
 
 ``python -m benchmarks.gpu.trainings --json OUT``: the smallest plan of every schedule, of what is offloaded, split or
 exchanged, and of models with experts and with latent attention (``benchmarks.combinations`` and ``benchmarks.models``
 have all of them); with ``--cuda-graphs`` plans whose layers are captured (with ``HET_TRY_GRAPHS=1`` what is refused
 too), with ``--fp8`` plans that train in fp8, each against one process with the same recipe.  Layers are Megatron's own
 in fp32, with ``--te`` those of Transformer Engine in bf16.  Bounds are ``testing.compare.BOUNDS``.  ``failures`` counts
-what was out of them, ended with an error or did not run in time; the file is written after every case.  ``--dry`` shows
-the cases, which needs no GPU.
+cases that exceeded them, ended with an error or did not run in time; the file is written after every case.
+``--dry`` shows the cases, which needs no GPU.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _FEATURES: tuple[tuple[Feature, ...], ...] = (
     (("schedule", "zb-h1"), ("overlap", "gradients and parameters")),
 )
 _LEAST = 0.01
-"""Relative difference between gradients in fp8 and in bf16: a value in fp8 has 3 bits behind the first one."""
+"""Least relative difference between gradients in fp8 and in bf16: a value in fp8 has a mantissa of 3 bits."""
 _MODELS = ("mixtral", "deepseek_v3")  # families with experts, and with experts and latent attention
 _GRAPHS: tuple[tuple[Feature, str, str], ...] = (
     (("schedule", "1f1b"), "transformer_engine", ""),
@@ -61,12 +61,12 @@ _GRAPHS: tuple[tuple[Feature, str, str], ...] = (
     (("overlap", "gradients and parameters"), "transformer_engine", ""),
     (("schedule", "interleaved"), "local", ""),
 )
-"""Plans with CUDA graphs of layers: a feature, who captures, and which part of a layer; those that are refused last."""
+"""Plans with CUDA graphs: a feature, the implementation that captures, and the part of a layer; refused ones last."""
 _ADMITTED_GRAPHS = 3
 
 
 def cases(has_te: bool) -> list[Case]:
-    """Returns what is trained; those that most depends on come first.
+    """Returns the cases to train, the most important ones first.
 
     Args:
         has_te: Whether layers are those of Transformer Engine.
@@ -81,7 +81,7 @@ def cases(has_te: bool) -> list[Case]:
     for family in _MODELS:
         for schedule in ("1f1b", "slimpipe"):
             case = case_for(family, pair_row([("schedule", schedule)]), f"{family} {schedule}", 0)
-            # Slices round otherwise in bf16, and one token with another expert is 0.12 of that expert's gradient.
+            # Slices round differently in bf16, and one token with another expert is 0.12 of that expert's gradient.
             found.append(replace(case, extra=_every_expert(family) if has_te and schedule == "slimpipe" else ()))
     found = [replace(case, name=case.name.replace(" ", "-").replace(":", "")) for case in found]
     assert all(2 <= case.plan.world_size <= _MAX_RANKS for case in found)
@@ -89,7 +89,7 @@ def cases(has_te: bool) -> list[Case]:
 
 
 def _every_expert(family: str) -> tuple[str, ...]:
-    """Flags with which every token goes to all experts."""
+    """Returns flags with which every token goes to all experts."""
     flags = printed(family, "small")
     pairs = {"--moe-router-topk": "--num-experts", "--moe-router-group-topk": "--moe-router-num-groups"}
     return tuple(w for to, of in pairs.items() if of in flags for w in (to, flags[flags.index(of) + 1]))
@@ -116,7 +116,7 @@ _FP8: tuple[tuple[str, tuple[Feature, ...], tuple[str, ...], str], ...] = (
 
 
 def fp8_cases() -> list[Case]:
-    """Returns what is trained in fp8, with sizes that fp8 products take in every slice and on every TP rank."""
+    """Returns the cases in fp8, with sizes that fp8 products accept in every slice and on every TP rank."""
     found = []
     for name, chosen, flags, precision in _FP8:
         case = case_of(pair_row(chosen), f"fp8 {name}", 0)
@@ -129,14 +129,14 @@ def fp8_cases() -> list[Case]:
         plan = replace(case.plan, model=model, training=replace(case.plan.training, precision="bf16"))
         made = {**case.chosen, "precision": precision}
         found.append(replace(case, plan=plan, family=WIDE, chosen=made, extra=flags))
-    # How far fp8 is from bf16 in this model: fp8 that nobody computes would be at no distance.
+    # Distance of fp8 from bf16 in this model: if nothing were computed in fp8, it would be 0.
     own = replace(found[0], name="fp8 against bf16", extra=(), own=_TENSORWISE)
     found.insert(1, replace(own, chosen={**own.chosen, "precision": _YARDSTICK}))
     return [replace(case, name=re.sub("[, ]+", "-", case.name)) for case in found]
 
 
 def graph_cases(with_refused: bool = False) -> list[Case]:
-    """Plans with CUDA graphs of layers against a process without: they are captured after three of ten steps."""
+    """Returns plans with CUDA graphs of layers, against a process without; capture is after three of ten steps."""
     found = []
     for feature, kind, part in _GRAPHS if with_refused else _GRAPHS[:_ADMITTED_GRAPHS]:
         flags = ("--cuda-graph-impl", kind, *(("--cuda-graph-modules", part) if part else ()))
@@ -195,7 +195,7 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
 
 @contextlib.contextmanager
 def shared_gpu(folder: Path) -> Iterator[None]:
-    """CUDA's multi-process service for the processes started meanwhile; nothing where it is not installed.
+    """Run CUDA's multi-process service for processes that start meanwhile; do nothing if it is not installed.
 
     Without the service the processes on a GPU take turns, and every transfer between two of them waits for both.
 

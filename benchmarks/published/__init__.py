@@ -1,1 +1,1 @@
-"""Published runs, and what the catalog predicts for them."""
+"""Published runs, and the catalog's predictions for them."""

@@ -1,4 +1,4 @@
-"""The cost model against published real runs: predictions, calibration of the software constants, leave-one-out."""
+"""Compares the cost model with published runs: predictions, calibration of the software constants, leave-one-out."""
 
 import json
 import re
@@ -20,18 +20,18 @@ from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile
 
-# The published measurements in ``data/sailor.json`` as profiles, clusters and runs.
+# Profiles, clusters and runs of the published measurements in ``data/sailor.json``.
 
 
 @cache
 def reference() -> dict[str, Any]:
-    """The document."""
+    """Returns the document with the published measurements."""
     text = resources.files(__package__).joinpath("data/sailor.json").read_text("utf-8")
     return json.loads(text)
 
 
 def reference_model(name: str, global_batch_size: int, **changes: Any) -> Model:
-    """One of the measured models, trained in fp32 with TF32 and unfused attention, as measured."""
+    """Returns one of the measured models: fp32 with TF32, unfused attention."""
     shape = {
         **reference()["models"][name],
         "name": name,
@@ -47,7 +47,7 @@ def reference_model(name: str, global_batch_size: int, **changes: Any) -> Model:
 
 @cache
 def reference_profile(name: str) -> Profile:
-    """The measured layer times and sizes as a profile."""
+    """Returns the measured layer times and sizes as a profile."""
     data = reference()
     model = reference_model(name, 1)
     sizes = {(kind, tp): (params, act, out) for kind, tp, params, act, out in data["sizes"][name]}
@@ -74,7 +74,7 @@ def reference_profile(name: str) -> Profile:
 
 
 def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes: Any) -> NodeGroup:
-    """Nodes with the measured bandwidths and prices."""
+    """Returns nodes with the measured bandwidths and prices."""
     data = reference()
     per_node = data["nodes"][gpu]["gpus_per_node"]
     rates = data["bandwidths"]["inter"][gpu]
@@ -107,12 +107,12 @@ class MeasuredRun:
 
     @property
     def site(self) -> str:
-        """Where it ran (the first part of its name)."""
+        """The cluster of the run (the first part of its name)."""
         return self.name.split("/")[0]
 
 
 def measured_runs() -> list[MeasuredRun]:
-    """All of them."""
+    """Returns all published runs."""
     out = []
     for row in reference()["runs"]:
         layers = list(row["layers_per_stage"])
@@ -143,7 +143,7 @@ def measured_runs() -> list[MeasuredRun]:
 
 
 def run_cluster(run: MeasuredRun) -> Cluster:
-    """Nodes as the run used them: one replica per node."""
+    """Returns the cluster of a run: one replica per node."""
     counts = Counter(gpu for stage in run.stages for gpu in stage)
     nodes = tuple(
         reference_nodes(
@@ -187,7 +187,7 @@ DEEPSPEED = Runtime(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One run: measured and predicted."""
+    """The measured and predicted figures of one run."""
 
     run: MeasuredRun
     iteration_s: float
@@ -205,7 +205,7 @@ class Comparison:
 
 
 def predict(run: MeasuredRun, runtime: Runtime) -> Estimate:
-    """The closed form for one run, microbatches split evenly as in the run."""
+    """Returns the closed form of one run, with microbatches split evenly as in the run."""
     cluster = run_cluster(run)
     pools = {node.gpu: i for i, node in enumerate(cluster.nodes)}
     model = reference_model(run.model, run.global_batch_size)
@@ -222,7 +222,7 @@ def predict(run: MeasuredRun, runtime: Runtime) -> Estimate:
 
 
 def compare(runtime: Runtime = DEEPSPEED, runs: list[MeasuredRun] | None = None) -> list[Comparison]:
-    """All runs under one set of constants."""
+    """Compare all runs under one set of constants."""
     out = []
     for run in runs if runs is not None else measured_runs():
         estimate = predict(run, runtime)
@@ -242,13 +242,13 @@ MEMORY_GRID = {
 }
 MAX_UNDERESTIMATE = 0.05
 PRIOR_WEIGHT = 0.002
-"""Moving a constant from the shipped one by a factor of e costs as much as this mean error: runs on which a
-constant has no influence leave it where it is."""
+"""Penalty for moving a constant from the shipped one by a factor of e, as a mean error, so that a constant without
+influence on the runs keeps its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Constants that fit all runs best, and the errors without and with leaving each run out."""
+    """The constants that fit all runs best, and the errors without and with leaving each run out."""
 
     constants: dict[str, float]
     error: float
@@ -260,7 +260,7 @@ def _grid(names: dict[str, tuple[float, ...]]) -> list[dict[str, Any]]:
 
 
 def _best(points: list[dict[str, float]], errors: list[list[float]], rows: list[int], one_sided: bool) -> int:
-    """Index of the point with the least mean absolute error; running out of memory costs more than caution."""
+    """Returns the index of the point with the least mean absolute error; large underestimates count first."""
 
     def loss(k: int) -> tuple[float, float]:
         chosen = [errors[k][i] for i in rows]
@@ -288,7 +288,7 @@ def calibrate(names: dict[str, tuple[float, ...]], memory: bool) -> Calibration:
 
 
 def family_errors(names: dict[str, tuple[float, ...]], memory: bool) -> dict[str, float]:
-    """Mean absolute error of each family (model and cluster) under constants fitted to the other families.
+    """Returns the mean absolute error of each family (model and cluster) under constants fitted to the others.
 
     Families without a usable reading are left out of the result.
     """

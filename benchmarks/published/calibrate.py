@@ -37,7 +37,7 @@ TABLES = {
 }
 OWN_GPUS = {"dgxc": "H100-SXM", "own": "H200"}
 _DATA: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("data/runs.yaml").read_text("utf-8"))
-# Names, nodes and shapes that the tables leave out; the file says what each is.
+# Names, nodes and shapes that the tables do not have; the file explains each.
 ALIASES: dict[str, str] = _DATA["aliases"]
 MPT_GPUS: dict[str, tuple[str, float]] = {name: tuple(row) for name, row in _DATA["mpt_gpus"].items()}
 BRIDGE_NODES: dict[str, tuple[str, int, float]] = {name: tuple(row) for name, row in _DATA["bridge_nodes"].items()}
@@ -59,7 +59,7 @@ LLM_FOUNDRY = Runtime(
 """Gathers and reductions of a pass show in full: FSDP starts them after the pass before it (no forward prefetch)."""
 
 CAPTURED = ("GB200", "GB300")
-"""Where the vendor's runs capture CUDA graphs: nothing waits for the host to know how many tokens experts got."""
+"""GPUs on which the vendor's runs capture CUDA graphs, so that no run waits for the host to read tokens per expert."""
 
 EXPERTS_2026: dict[str, Any] = {
     "dropless_launches": 0.0,
@@ -67,7 +67,7 @@ EXPERTS_2026: dict[str, Any] = {
     "dispatch": 8.0,
     "expert_quantize_bytes": 4.0,
 }
-"""Constants of experts for releases from 2026 on, whose layers wait for no host and fuse what sorts and casts tokens.
+"""Constants of experts for releases from 2026 on, which do not wait for the host and fuse sorting and casts of tokens.
 
 Chosen, not fitted: the tables end in 2025.
 """
@@ -99,7 +99,7 @@ class PublishedRun:
 
     @property
     def scale(self) -> str:
-        """How many GPUs ran, in classes."""
+        """The class of the number of GPUs."""
         gpus = int(self.row["gpus"])
         return "to 16 GPUs" if gpus <= 16 else "to 128 GPUs" if gpus <= 128 else "more GPUs"
 
@@ -110,7 +110,7 @@ class PublishedRun:
 
 
 def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[PublishedRun]:
-    """The rows of a table.
+    """Returns the rows of a table.
 
     Args:
         source: A key of ``TABLES``.
@@ -133,12 +133,12 @@ def read_runs(source: str, path: str | os.PathLike[str] | None = None) -> list[P
 
 
 def runtime_of(source: str) -> Runtime:
-    """The training system of a table's runs."""
+    """Returns the training system of a table's runs."""
     return {"mpt": LLM_FOUNDRY, "own": MEGATRON_HET}.get(source, MEGATRON)
 
 
 def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
-    """One stage, ZeRO-3 over all GPUs, equal microbatches."""
+    """Predicts a run of LLM Foundry: one stage, ZeRO-3 over all GPUs, equal microbatches."""
     gpu, network = MPT_GPUS[row["gpu"]]
     gpus, hidden = int(row["gpus"]), int(row["hidden_size"])
     model = Model(
@@ -164,7 +164,7 @@ def mpt_s(row: Row, runtime: Runtime = LLM_FOUNDRY) -> float:
 
 
 def bridge_s(row: Row, runtime: Runtime = MEGATRON) -> float:
-    """One run of the table of Megatron-Bridge."""
+    """Predicts a run of Megatron-Bridge."""
     gpu, domain, network = BRIDGE_NODES[row["system"]]
     kernels = runtime.kernels
     if float(row["release"]) >= 26:
@@ -175,18 +175,18 @@ def bridge_s(row: Row, runtime: Runtime = MEGATRON) -> float:
 
 
 def dgxc_s(row: Row, runtime: Runtime = MEGATRON) -> float:
-    """One run on DGX H100."""
+    """Predicts a run on DGX H100."""
     return _stages_s(row, dgxc_model(row), BRIDGE_NODES["DGX-H100"], runtime)
 
 
 def own_s(row: Row, runtime: Runtime = MEGATRON_HET) -> float:
-    """One run on an H200; attention by the kernel that ran."""
+    """Predicts a run of this project on an H200, with the attention kernel of the run."""
     kernels = replace(runtime.kernels, newest_attention=row["attention"] == "cudnn")
     return _stages_s(row, dgxc_model(row), (OWN_GPUS["own"], 8, 50e9), replace(runtime, kernels=kernels))
 
 
 def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Runtime) -> float:
-    """Stages of equal layers, interleaved where there are virtual stages, or in slices."""
+    """Predicts stages of equal layers, interleaved if there are virtual stages, or in slices."""
     gpu, domain, network = nodes
     gpus, tp, pp, cp, ep = (int(row.get(k, 1)) for k in ("gpus", "tp", "pp", "cp", "ep"))
     per_node = min(domain, gpus)
@@ -212,7 +212,7 @@ def _stages_s(row: Row, model: Model, nodes: tuple[str, int, float], runtime: Ru
 
 
 def bridge_model(row: Row) -> Model:
-    """The model of a row, with its precision and routing."""
+    """Returns the model of a row, with its precision and routing."""
     fields = dict(SHAPES[row["model"]])
     sizes = dict(zip(SIZES, fields.pop("shape"), strict=True))
     sizes["num_layers"] += "w/ MTP" in row["note"]
@@ -234,7 +234,7 @@ def bridge_model(row: Row) -> Model:
 
 
 def dgxc_model(row: Row) -> Model:
-    """The model of a row that has its whole shape."""
+    """Returns the model of a row that contains all its dimensions."""
     sizes: dict[str, Any] = {size: int(row[name]) for size, name in zip(SIZES, _COLUMNS, strict=True)}
     return Model(
         name=row["model"],
@@ -249,15 +249,15 @@ def dgxc_model(row: Row) -> Model:
 
 
 def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Runtime, fitting: bool = False) -> float:
-    """Iteration time.
+    """Returns the iteration time by the planner's closed form.
 
     Args:
-        fitting: Where activations do not fit, recompute what takes least: parts of all layers (as Megatron's
-            ``--recompute-modules`` does), or as many layers as it takes (``--recompute-method block``).
+        fitting: If activations do not fit, use the fastest recomputation that fits: parts of all layers (Megatron's
+            ``--recompute-modules``), or as many whole layers as necessary (``--recompute-method block``).
     """
     costs = CatalogCosts(model, lambda name: catalog()[name], runtime)
     estimator = Estimator(cluster, model, costs, runtime)
-    estimator.writes_plans = False  # a run of others, which is priced only
+    estimator.writes_plans = False  # a foreign run, which is only priced
     found = estimator.estimate(candidate)
     if found is None:
         raise ValueError(f"{model.name}: the batch of {model.global_batch_size} does not divide over {candidate}")
@@ -281,12 +281,12 @@ DENSE_CONSTANTS = ("kernels.gemm", "kernels.elementwise", "tp_overlap")
 MOE_CONSTANTS = ("kernels.dispatch", "kernels.dropless_launches")
 
 PRIOR_SPREAD = 0.5
-"""A constant may move by a factor of e^0.5 before that costs as much as an error of ``PRIOR_WEIGHT`` in 20 runs."""
+"""Width of the prior: moving a constant by e^0.5 costs as much as an error of ``PRIOR_WEIGHT`` in 20 runs."""
 PRIOR_WEIGHT = 0.03
 
 
 def constants_of(runtime: Runtime, names: Sequence[str]) -> dict[str, float]:
-    """Values by name."""
+    """Returns the constants' values by name."""
     return {
         n: getattr(runtime.kernels, n.removeprefix(KERNELS)) if n.startswith(KERNELS) else getattr(runtime, n)
         for n in names
@@ -294,20 +294,20 @@ def constants_of(runtime: Runtime, names: Sequence[str]) -> dict[str, float]:
 
 
 def with_constants(runtime: Runtime, values: dict[str, float]) -> Runtime:
-    """A runtime with these constants."""
+    """Returns a runtime with these constants."""
     kernels: dict[str, Any] = {n.removeprefix(KERNELS): v for n, v in values.items() if n.startswith(KERNELS)}
     own: dict[str, Any] = {n: v for n, v in values.items() if not n.startswith(KERNELS)}
     return replace(runtime, kernels=replace(runtime.kernels, **kernels), **own)
 
 
 def relative_errors(runs: Sequence[PublishedRun], runtime: Runtime) -> list[float]:
-    """Predicted over measured time, less one."""
+    """Returns predicted over measured time, minus one."""
     predict = {"mpt": mpt_s, "bridge": bridge_s, "dgxc": dgxc_s, "own": own_s}  # by the planner's closed form
     return [predict[run.source](run.row, runtime) / run.measured_s - 1 for run in runs]
 
 
 def fit(runs: Sequence[PublishedRun], runtime: Runtime, names: Sequence[str], scale: float) -> Runtime:
-    """Constants that fit the runs best (robust least squares of log ratios, weak priors at the given values).
+    """Returns the constants that fit best (robust least squares of log ratios, weak priors at the given values).
 
     Runs of one model, GPU and precision count together as the square root of their number: most of them differ in the
     number of replicas only.
@@ -336,7 +336,7 @@ def _setting(run: PublishedRun) -> tuple[str, ...]:
 
 
 def fit_all(runs: Sequence[PublishedRun]) -> Runtime:
-    """All constants of one training system: for Megatron those of dense layers first, then those of experts.
+    """Fit all constants of one training system: for Megatron those of dense layers first, then those of experts.
 
     The runs of one GPU of this project (``own``) are fitted with no constant.
     """
@@ -353,7 +353,7 @@ FAMILIES = ("model", "gpu", "scale")
 
 
 def left_out(runs: Sequence[PublishedRun], by: str) -> list[tuple[PublishedRun, float]]:
-    """Every run with its relative error under constants fitted without the runs of its family.
+    """Returns every run with its relative error under constants fitted without the runs of its family.
 
     Args:
         by: One of ``FAMILIES``.

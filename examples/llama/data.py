@@ -32,7 +32,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Where a prepared data set lies, and its size."""
+    """The paths and sizes of a prepared data set."""
 
     train_prefix: str  # path of the training IndexedDataset without ``.bin``/``.idx``
     validation_prefix: str  # the same for validation
@@ -42,13 +42,13 @@ class DataFiles:
 
     @property
     def arguments(self) -> list[str]:
-        """The Megatron flags that read this data set."""
+        """Returns the Megatron flags that read this data set."""
         words = f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 32".split()
         return [*words, "--train-data-path", self.train_prefix, "--valid-data-path", self.validation_prefix]
 
 
 def prepare_apart(out: Path, source: Path | None) -> DataFiles:
-    """:func:`prepare` in a process of its own.
+    """Run :func:`prepare` in a process of its own.
 
     Raises:
         JobError: It failed.
@@ -62,7 +62,7 @@ def prepare_apart(out: Path, source: Path | None) -> DataFiles:
 
 
 def source_files(library: Path | None = None) -> list[Path]:
-    """The source files of this interpreter's standard library, sorted by path.
+    """Returns the source files of this interpreter's standard library, sorted by path.
 
     Raises:
         FileNotFoundError: The interpreter has no standard library in source form.
@@ -114,7 +114,7 @@ def prepare(out: Path, source: Path | None = None, validation_fraction: float = 
 
 
 def _fingerprint(files: Sequence[Path], root: Path, validation_fraction: float) -> str:
-    """Changes when a file of the source, the interpreter or the split changes."""
+    """Returns a hash that changes with a source file, the interpreter or the split."""
     digest = hashlib.sha256(f"{validation_fraction}".encode())
     for path in files:
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}\n".encode())
@@ -122,7 +122,7 @@ def _fingerprint(files: Sequence[Path], root: Path, validation_fraction: float) 
 
 
 def _split(files: Sequence[Path], root: Path, validation_fraction: float) -> tuple[list[Path], list[Path]]:
-    """Order by a hash of the name, so that both splits hold a mix, the same on every machine."""
+    """Order files by a hash of the name, so that both splits are mixed and the same on every machine."""
     ordered = sorted(files, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     held_out = max(1, round(len(ordered) * validation_fraction))
     return ordered[held_out:] or ordered, ordered[:held_out]

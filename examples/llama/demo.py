@@ -1,7 +1,7 @@
 """The main job on one machine: ``python -m examples.llama.demo`` (or ``make demo``).
 
-Makes this machine a small mixed cluster of pinned processes, and goes the way of any cluster with the planner's own
-commands: profile, plan, emit, and the launch scripts.  The even split runs beside the plan.
+Turns this machine into a small mixed cluster of pinned processes, and runs the planner's commands as on any
+cluster: profile, plan, emit, and the launch scripts.  The even split runs beside the plan.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def even_splits(model: ModelShape, training: TrainingShape, kinds: Sequence[str]) -> list[Plan]:
-    """The plans that stock Megatron has for so many devices: equal stages, equal shares of the batch.
+    """Returns the plans that stock Megatron can run on so many devices: equal stages, equal shares of the batch.
 
     Args:
         model: Its layers are divided over the stages.
@@ -147,7 +147,7 @@ def even_splits(model: ModelShape, training: TrainingShape, kinds: Sequence[str]
 
 
 class Demo:
-    """The steps, in order.
+    """The steps of the demo, in order.
 
     Args:
         options: The command line.
@@ -165,7 +165,7 @@ class Demo:
         self.inputs = ["--cluster", str(self.out / "cluster.yaml"), "--model", str(self.out / "model.yaml")]
 
     def run(self) -> dict[str, Any]:
-        """Carry all steps out; returns the report."""
+        """Carry out all steps; returns the report."""
         started = time.monotonic()
         self.out.mkdir(parents=True, exist_ok=True)
         self.screen.title("The cluster")
@@ -202,7 +202,7 @@ class Demo:
         return dict(json.loads(printed.getvalue()))
 
     def _data(self) -> DataFiles:
-        """Real text as Megatron datasets."""
+        """Prepare real text as Megatron datasets."""
         self.screen.title("Data: the Python standard library, one token per byte")
         data = prepare_apart(self.out, self.source)
         self.screen.line(
@@ -245,7 +245,7 @@ class Demo:
         return jobs.environments(devices, self.gpus)
 
     def _plan(self) -> report.Trial:
-        """Let the planner choose."""
+        """Let the planner choose the plan."""
         self.screen.title("Plan: which device gets which layers and microbatches")
         file, profile = self.out / "plan.json", str(self.out / "profile.json")
         self._planner("plan", *self.inputs, "--profile", profile, "--out", str(file), "--no-verify", "--limit-s", "60")

@@ -1,7 +1,7 @@
 """A real mixed cluster on one machine: processes that are pinned to cores, some of them slower than others.
 
 The demo gives every process a core of its own, and lets half of them run only half of the time
-(``paced_devices``).  Where devices may share something, two processes share a core (``mixed_devices``): each gets
+(``paced_devices``).  With ``mixed_devices`` two processes share a core: each gets
 half of it while both are busy.
 """
 
@@ -31,7 +31,7 @@ class CpuDevice:
 
 
 def available_cores() -> list[int]:
-    """Cores this process may use, one per physical core first, then their hyper-threads."""
+    """Returns the cores that this process may use: one per physical core first, then their hyper-threads."""
     allowed = sorted(os.sched_getaffinity(0))
     first: list[int] = []
     second: list[int] = []
@@ -43,7 +43,7 @@ def available_cores() -> list[int]:
 
 
 def _siblings(core: int) -> set[int]:
-    """Hyper-threads of the same physical core, itself included; only itself when unknown."""
+    """Returns the hyper-threads of the same physical core, this one included; only this one if unknown."""
     path = _TOPOLOGY / f"cpu{core}" / "topology" / "thread_siblings_list"
     try:
         text = path.read_text(encoding="ascii").strip()
@@ -58,10 +58,10 @@ def _siblings(core: int) -> set[int]:
 
 
 def mixed_devices(cores: Sequence[int], max_cores: int = 4) -> list[CpuDevice]:
-    """Devices on the given cores: half of the cores (rounded up) whole, each other one shared by two.
+    """Returns devices on the given cores: half of the cores (rounded up) for one device each, the others shared by two.
 
     Two cores give one fast and two slow devices, four give two and four.  One core gives two slow
-    devices: both are alike, so an even split is the best split and nothing is to be gained.
+    devices: both are equal, so an even split is the best split, and a plan gains nothing.
 
     Args:
         cores: Cores to use, in order of preference.
@@ -81,9 +81,9 @@ def mixed_devices(cores: Sequence[int], max_cores: int = 4) -> list[CpuDevice]:
 
 
 def paced_devices(cores: Sequence[int], max_cores: int = 4, running: float = 0.5) -> list[CpuDevice]:
-    """Devices with a core of their own each: the first half fast, the other half slow.
+    """Returns devices with a core of their own each: the first half fast, the other half slow.
 
-    One core gives two slow devices that share it: nothing is to be gained there.
+    One core gives two slow devices that share it: a plan gains nothing there.
 
     Args:
         cores: Cores to use, in order of preference.
@@ -102,12 +102,12 @@ def paced_devices(cores: Sequence[int], max_cores: int = 4, running: float = 0.5
 
 
 def pinning(devices: Sequence[CpuDevice]) -> str:
-    """The value of the pinning variable for these devices as local ranks 0, 1, ..."""
+    """Returns the value of the pinning variable for these devices as local ranks 0, 1, ..."""
     return ";".join(str(d.core) for d in devices)
 
 
 def describe(devices: Sequence[CpuDevice]) -> str:
-    """One sentence for the reader."""
+    """Returns a sentence that describes the devices."""
     fast = [d for d in devices if d.kind == "fast"]
     slow = [d for d in devices if d.kind == "slow"]
     cores = ", ".join(map(str, sorted({d.core for d in slow})))
@@ -127,7 +127,7 @@ def describe(devices: Sequence[CpuDevice]) -> str:
 def cluster_document(
     devices: Sequence[CpuDevice], bytes_per_s: float, latency_s: float, memory_bytes: int = 1 << 30, is_cpu: bool = True
 ) -> dict[str, Any]:
-    """The cluster file of these devices: every process is a node with one device.
+    """Returns the cluster file of these devices: every process is a node with one device.
 
     Args:
         devices: The processes.
@@ -163,21 +163,21 @@ def cluster_document(
 
 
 def measured_link(profile: Path) -> tuple[float, float]:
-    """The slowest link between two devices in a profile: bytes per second, and seconds of latency."""
+    """Returns the slowest link between two devices in a profile: bytes per second, and seconds of latency."""
     found = [k for k in json.loads(profile.read_text(encoding="utf-8"))["links"] if k["operation"] == "p2p"]
     rate = min((k["bytes_per_s"] for k in found), default=1e8)
     return rate, max((k["latency_s"] for k in found), default=1e-3)
 
 
 def busy_cores(seconds: float = 1.0) -> float:
-    """How many cores other programs use at this moment, what the hypervisor takes included; 0 where nobody says."""
+    """Returns the cores that other programs and the hypervisor use at this moment; 0 if unknown."""
     before = _busy_ticks()
     time.sleep(seconds)
     return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
 
 
 def _busy_ticks() -> int:
-    """Ticks of all cores in which something ran, since the start of the machine."""
+    """Returns the busy ticks of all cores since the start of the machine."""
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
     except OSError:

@@ -1,8 +1,8 @@
 """The doctor on this machine's mixed processes: ``python -m examples.llama.doctor`` (or ``make doctor``).
 
 Makes the demo's small cluster, profiles it, writes a plan and a cluster file with the measured links, and starts
-the doctor on it.  With ``--break`` three faults are put in, and the doctor has to find them: a process that is
-slowed down, a cluster file that promises too fast a network, and a flag of the training that is missing.
+the doctor on it.  With ``--break`` three faults are injected, and the doctor has to find them: a process that is
+slowed down, a cluster file with too fast a network, and a missing flag of the training.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _USUAL_RATE, _USUAL_LATENCY_S = 1e8, 1e-3
 
 
 def plan_for(devices: Sequence[CpuDevice]) -> Plan:
-    """Fast devices first, slow ones after them; every device is a replica."""
+    """Returns a plan with fast devices first, slow ones after them; every device is a replica."""
     order = list(range(len(devices)))
     fast = [i for i in order if devices[i].kind == "fast"] or order[:1]
     slow = [i for i in order if i not in fast]
@@ -55,7 +55,7 @@ def plan_for(devices: Sequence[CpuDevice]) -> Plan:
 
 
 def flags_for(plan: Plan, is_broken: bool) -> list[str]:
-    """The flags of a training with the plan, as they would be in args.sh."""
+    """Returns the flags of a training with the plan, as they would be in args.sh."""
     from megatron_het.device import platform_flags
 
     machine = [word for flag in platform_flags(is_cuda=gpus_here() > 0) for word in flag.words]
@@ -66,7 +66,7 @@ def flags_for(plan: Plan, is_broken: bool) -> list[str]:
 
 
 def make_profile(plan: Plan, devices: Sequence[CpuDevice], out: Path) -> Profile:
-    """Layers and links, all devices at the same time."""
+    """Profile layers and links, on all devices at the same time."""
     settings = ProfileSettings(
         model=model_of(plan, precision="fp32").profiled,
         out=str(out),
@@ -80,7 +80,7 @@ def make_profile(plan: Plan, devices: Sequence[CpuDevice], out: Path) -> Profile
 
 
 def command_of(options: argparse.Namespace, out: Path, plan: Plan, has_profile: bool) -> list[str]:
-    """torchrun, the pinning and the doctor."""
+    """Returns the command: torchrun, the pinning and the doctor."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.world_size)]
     words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "examples.llama.pinned"]
     words += ["megatron_het.doctor", "--cluster", str(out / "cluster.yaml"), "--limit-s", str(options.limit_s)]

@@ -1,7 +1,7 @@
-"""A worker is killed and comes back while the training goes on: ``python -m examples.llama.elastic_demo``.
+"""Kills a worker, which returns later, while the training goes on: ``python -m examples.llama.elastic_demo``.
 
 Three nodes of one worker each train a small Llama in two stages.  With two cores or more, the first node has a core of
-its own and the others share one, so that it is missed while it is gone.  ``make demo-elastic`` is the same.
+its own and the others share one, so that throughput falls while it is gone.  ``make demo-elastic`` runs this demo.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ QUICK = Size(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), 300, 20)
 
 
 def plans_of(model: ModelShape) -> tuple[Plan, Plan]:
-    """With three nodes: most layers where a core is free.  With the two others: halves."""
+    """Returns the plans: with three nodes most layers on the free core, with the two others halves."""
     every, training = tuple(range(_MICROBATCHES)), TrainingShape(1, _MICROBATCHES)
     most = model.num_layers - model.num_layers // 3
     second = (Replica((1,), every[::2], "shared"), Replica((2,), every[1::2], "shared"))
@@ -72,7 +72,7 @@ def plans_of(model: ModelShape) -> tuple[Plan, Plan]:
 
 @dataclass(frozen=True)
 class Step:
-    """An iteration as it was logged."""
+    """A logged iteration."""
 
     time_s: float  # when it ended, since the first one
     iteration: int  # its number
@@ -119,7 +119,7 @@ class Cluster:
             process.wait()
 
     def steps(self) -> list[Step]:
-        """Returns what was logged, in the order of time."""
+        """Returns the logged iterations, in the order of time."""
         found = []
         for log in (self._out / "elastic").glob("node-*/worker-*/log.txt"):
             for when, number, loss in _LINE.findall(log.read_text(errors="replace")):
@@ -133,7 +133,7 @@ class Cluster:
         return []
 
     def kill_worker(self, node: str) -> float:
-        """SIGKILL to the node's worker; when."""
+        """Send SIGKILL to the node's worker; returns the time."""
         agent = self._processes[node].pid
         for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
@@ -162,7 +162,7 @@ class Cluster:
 
 
 def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str, Any]:
-    """The demo; returns what is in ``report.json``."""
+    """Run the demo; returns the contents of ``report.json``."""
     screen.title("Data: the Python standard library, one token per byte")
     data = prepare_apart(out, source)
     plans = plans_of(size.model)
@@ -200,7 +200,7 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
 
 
 def report_of(steps: Sequence[Step], history: Sequence[dict[str, Any]], killed_s: float, size: Size) -> dict[str, Any]:
-    """Losses and throughput over time, and what happened when; seconds since the first iteration.
+    """Returns losses, throughput and events over time, in seconds since the first iteration.
 
     Raises:
         JobError: The training did not go on, or the worker did not come back before its end.
@@ -222,13 +222,13 @@ def report_of(steps: Sequence[Step], history: Sequence[dict[str, Any]], killed_s
 
 
 def _rate(steps: Sequence[Step], first_s: float, last_s: float) -> float:
-    """Iterations per second between the first and the last one that ended in a time; 0 for fewer than two."""
+    """Returns iterations per second between the first and the last one that ended in a period; 0 for fewer than two."""
     times = [step.time_s for step in steps if first_s <= step.time_s <= last_s]
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Loss and throughput over time.
+    """Draw loss and throughput over time.
 
     Raises:
         ImportError: matplotlib is not installed.

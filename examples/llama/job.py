@@ -1,4 +1,4 @@
-"""Run what ``emit`` wrote on this machine: one launch script per device, as if each were a node."""
+"""Runs the files of ``emit`` on this machine: one launch script per device, as if each were a node."""
 
 import dataclasses
 import json
@@ -45,13 +45,13 @@ class JobError(RuntimeError):
 
 
 def model_of(plan: Plan, **changes: Any) -> Model:
-    """The model of a plan: what the plan does not say is as model files have it where they do not say it."""
+    """Returns the model of a plan; fields that a plan does not have get the defaults of model files."""
     given = {name: value for name, value in dataclasses.asdict(plan.model).items() if value is not None} | changes
     return Model(global_batch_size=plan.training.global_batch_size, **{"ffn_hidden_size": 4, "vocab_size": 256} | given)
 
 
 def machine_arguments(is_cuda: bool) -> list[str]:
-    """The flags of Megatron that this machine asks for.
+    """Returns the flags of Megatron that this machine needs.
 
     Args:
         is_cuda: Whether the ranks compute on GPUs.
@@ -64,7 +64,7 @@ def machine_arguments(is_cuda: bool) -> list[str]:
 
 
 def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -> list[str]:
-    """Flags of the optimization, the same for every plan."""
+    """Returns the flags of the optimization, the same for every plan."""
     return (
         f"--train-iters {iterations} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
         f"--lr-decay-iters {decay_iterations} --lr-warmup-iters {max(1, decay_iterations // 10)} "
@@ -74,7 +74,7 @@ def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -
 
 
 def write_interpreter(folder: Path) -> Path:
-    """Write the program that stands for ``python`` on the nodes of the demo."""
+    """Write the program that replaces ``python`` on the nodes of the demo."""
     path = folder / "python"
     repository, python = shlex.quote(str(Path(__file__).resolve().parents[2])), shlex.quote(sys.executable)
     path.write_text(_INTERPRETER.format(repository=repository, python=python), encoding="utf-8")
@@ -83,14 +83,14 @@ def write_interpreter(folder: Path) -> Path:
 
 
 def gpus_here() -> int:
-    """Returns how many GPUs this machine has."""
+    """Returns the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpu_environment(node: int, nodes: int, gpus: int) -> dict[str, str]:
-    """The GPU of a node that this machine stands for; nothing without GPUs.
+    """Returns the variables that choose the GPU of a simulated node; none without GPUs.
 
     Args:
         node: Its number.
@@ -107,7 +107,7 @@ def gpu_environment(node: int, nodes: int, gpus: int) -> dict[str, str]:
 
 
 def environments(devices: Sequence[CpuDevice], gpus: int = 0) -> list[dict[str, str]]:
-    """The environment of every device's processes: its core, its speed, its GPU.
+    """Returns the environment of every device's processes: core, speed, GPU.
 
     Args:
         devices: In the order of their nodes.
@@ -189,7 +189,7 @@ def start(
 
 
 def _show(files: Sequence[Path], shown: int, on_loss: Callable[[int, int, float], None]) -> int:
-    """Tell of iterations after ``shown``; the last rank logs them, and it may be on any node."""
+    """Report iterations after ``shown``; the last rank logs them, on any node."""
     for file in files:
         for match in _ITERATION.finditer(file.read_text(encoding="utf-8", errors="replace")):
             if int(match[1]) > shown:
@@ -199,7 +199,7 @@ def _show(files: Sequence[Path], shown: int, on_loss: Callable[[int, int, float]
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs; torchrun ends its workers when it is told to."""
+    """End the processes that still run; torchrun ends its workers on SIGTERM."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -212,7 +212,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def excerpt(log: Path) -> str:
-    """The lines before and at the first error of a log, its end when no line looks like one.
+    """Returns the lines up to the first error of a log, or its end if no line looks like an error.
 
     torchrun appends pages about the processes that it ended after the first failure.
     """
@@ -222,7 +222,7 @@ def excerpt(log: Path) -> str:
 
 
 def read_reports(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """The reports that ``--het-report`` left, by rank.
+    """Returns the reports that ``--het-report`` wrote, by rank.
 
     Raises:
         JobError: A rank's report is missing.

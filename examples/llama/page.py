@@ -1,4 +1,4 @@
-"""The demo's report page and pictures: what was measured beside what was predicted.
+"""The demo's report page and pictures: measured beside predicted figures.
 
 The page is the planner's page of the plan.
 """
@@ -33,7 +33,7 @@ def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], 
 
 
 def with_measured(page: PageData, result: dict[str, Any], traces: Sequence[Path]) -> PageData:
-    """Add what was measured to the page of a plan.
+    """Add the measured figures to the page of a plan.
 
     Args:
         page: What the planner predicts; changed in place.
@@ -70,7 +70,7 @@ def _memory(result: dict[str, Any]) -> list[str]:
 
 
 def _measured_timeline(traces: Sequence[Path], result: dict[str, Any]) -> list[Any]:
-    """The traced iteration; nothing when there are no traces."""
+    """Returns the timeline of the traced iteration; nothing without traces."""
     if not all(f.is_file() for f in traces):
         return []
     events = []
@@ -115,7 +115,7 @@ _FORWARD, _BACKWARD = "#4c9f70", "#d98c3f"
 
 
 def loss_picture(report: dict[str, Any], path: Path) -> None:
-    """Loss over iterations, times, and memory per rank, side by side.
+    """Draw loss over iterations, times, and memory per rank, side by side.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -167,7 +167,7 @@ def _memory_bars(axes: Any, report: dict[str, Any]) -> None:
 
 
 def timeline_picture(devices: Sequence[str], predicted: Path, measured: Sequence[Path], path: Path) -> bool:
-    """Predicted above measured: which rank ran what, when.  False when there are no traces of the run.
+    """Draw the predicted above the measured timeline of all ranks; returns False without traces of the run.
 
     Args:
         devices: Name of every rank's device.
@@ -199,13 +199,13 @@ def timeline_picture(devices: Sequence[str], predicted: Path, measured: Sequence
 
 
 def _events(trace: Path) -> list[dict[str, Any]]:
-    """The computations of a Chrome trace."""
+    """Returns the compute events of a Chrome trace."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     return [event for event in events if event.get("ph") == "X" and event.get("tid") == 0]
 
 
 def _passes(axes: Any, rank: int, events: Sequence[dict[str, Any]]) -> None:
-    """The forward and backward passes of a rank."""
+    """Returns the forward and backward passes of a rank."""
     for event in events:
         kind = event["args"]["kind"]
         if kind in ("FORWARD", "BACKWARD"):

@@ -18,14 +18,14 @@ import time
 from examples.llama.devices import PINNING_VARIABLE
 
 SLOWED_VARIABLE = "HET_DEMO_SLOWED"
-# Others that share its core get what it leaves: the rank has to be far slower than that makes them faster.
+# Other ranks on its core use the freed time: the rank must become far slower than these become faster.
 _STOPPED_S, _RUNNING_S = 0.1, 0.02
-# A device of another speed is stopped often and briefly, so that all its operations take longer alike.
+# A device of another speed is stopped often and briefly, so that all its operations slow down equally.
 _PERIOD_S = 0.02
 
 
 def cores_of(local_rank: int, value: str) -> set[int]:
-    """The cores of one local rank, from the variable's value (``;`` between ranks, ``,`` within).
+    """Returns the cores of one local rank from the variable's value (``;`` between ranks, ``,`` within).
 
     Raises:
         ValueError: The value is malformed or names no cores for this rank.

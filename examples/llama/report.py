@@ -43,15 +43,15 @@ class Screen:
         self._console = Console(highlight=False)
 
     def title(self, text: str) -> None:
-        """Start of a step."""
+        """Print the title of a step."""
         self._console.print(f"\n[bold cyan]{text}[/]")
 
     def line(self, text: str) -> None:
-        """One line, without markup."""
+        """Print one line, without markup."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def command(self, words: Sequence[str]) -> None:
-        """Print what was given to Python whole, to be copied, with paths from here."""
+        """Print the whole Python command, to be copied, with relative paths."""
         lines = ["$ python"]
         for word in words:
             text = shlex.quote(word.replace(f"{Path.cwd()}/", ""))
@@ -61,7 +61,7 @@ class Screen:
         self.line(" \\\n".join(lines))
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table; the first column is left-aligned, the others to the right."""
+        """Print a table; the first column is left-aligned, the others right-aligned."""
         made = table(title, *head)
         for row in rows:
             made.add_row(*row)
@@ -69,7 +69,7 @@ class Screen:
 
     @contextlib.contextmanager
     def training(self, name: str, iterations: int) -> Iterator[Callable[[int, int, float], None]]:
-        """Progress of a training; yields the function to call with (iteration, of, loss)."""
+        """Show the progress of a training; yields the function to call with (iteration, of, loss)."""
         if not self._console.is_terminal:
             yield lambda i, n, loss: self._some(name, i, n, loss)
             return
@@ -85,14 +85,14 @@ class Screen:
             yield lambda i, n, loss: progress.update(task, completed=i, total=n, loss=f"loss {loss:.3f}")
 
     def _some(self, name: str, iteration: int, total: int, loss: float) -> None:
-        """Ten lines of a training, and its first one."""
+        """Print the first iteration of a training, and about ten of all."""
         if iteration % max(1, total // 10) == 0 or iteration in (1, total):
             self.line(f"{name}: iteration {iteration}/{total}, loss {loss:.3f}")
 
 
 @dataclass(slots=True)
 class Trial:
-    """One plan, what the planner predicts of it, and the reports of all runs of it."""
+    """A plan, the planner's predictions for it, and the reports of all its runs."""
 
     plan: Plan  # the plan
     file: Path  # where it is stored
@@ -101,17 +101,17 @@ class Trial:
     runs: list[list[dict[str, Any]]] = field(default_factory=list)  # the rank reports of each run
 
     def iteration_times_s(self, run: int) -> list[float]:
-        """Times of the counted iterations of one run."""
+        """Returns the times of the counted iterations of one run."""
         return counted(self.runs[run][0], "elapsed_s")
 
     @property
     def iteration_s(self) -> float:
-        """Median over the counted iterations of all runs."""
+        """Returns the median over the counted iterations of all runs."""
         return statistics.median(t for run in range(len(self.runs)) for t in self.iteration_times_s(run))
 
     @property
     def bubble_fraction(self) -> float:
-        """(schedule - mean busy time) / mean busy time, the median over all runs."""
+        """Returns (schedule - mean busy time) / mean busy time, the median over all runs."""
         found = []
         for reports in self.runs:
             busy = statistics.fmean(statistics.median(counted(r, "compute_s")) for r in reports)
@@ -121,7 +121,7 @@ class Trial:
 
 
 def counted(report: dict[str, Any], key: str) -> list[float]:
-    """A figure of one rank's iterations after the warm-up, metered ones left out.
+    """Returns a figure of one rank's iterations after the warm-up, without metered ones.
 
     Raises:
         ValueError: The run was too short.
@@ -140,7 +140,7 @@ def counted(report: dict[str, Any], key: str) -> list[float]:
 
 
 def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Sequence[str]) -> dict[str, Any]:
-    """The contents of ``report.json``.
+    """Returns the contents of ``report.json``.
 
     Args:
         trial: The chosen plan with its short runs and, last, the long training.
@@ -178,7 +178,7 @@ def build(trial: Trial, even: Trial, training: list[dict[str, Any]], devices: Se
 
 
 def busy_reason(others: float, cores: int) -> str:
-    """Why figures of this machine are not to be trusted; empty where it is idle.
+    """Returns why this machine's figures are unreliable; empty if it is idle.
 
     Args:
         others: Cores that other programs use.
@@ -192,7 +192,7 @@ def busy_reason(others: float, cores: int) -> str:
 def circumstances(
     runs: dict[str, list[list[float]]], others: float, cores: int, devices: Sequence[CpuDevice]
 ) -> dict[str, Any]:
-    """When and where the figures were measured, and why they are not to be trusted, if they are not.
+    """Returns date and machine of the figures, and the reasons why they are unreliable, if any.
 
     Args:
         runs: Times of the iterations of both plans, by run.
@@ -217,18 +217,18 @@ def circumstances(
 
 
 def _spread(times: Sequence[float]) -> float:
-    """Distance between the quartiles, as a share of the median."""
+    """Returns the distance between the quartiles, as a share of the median."""
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
     return (high - low) / middle
 
 
 def losses_of(reports: list[dict[str, Any]]) -> list[Any]:
-    """``[iteration, loss]`` of a run, from the rank that has them."""
+    """Returns ``[iteration, loss]`` of a run, from the rank that computes the loss."""
     return next((r["losses"] for r in reversed(reports) if r.get("losses")), [])
 
 
 def _paired_speedup(trial: Trial, even: Trial) -> float:
-    """Median of even / planned over the alternating short runs, which a drift of the machine hits alike."""
+    """Returns the median of even / planned over alternating short runs, which drift of the machine hits equally."""
     pairs = min(len(trial.runs), len(even.runs))
     return statistics.median(
         statistics.median(even.iteration_times_s(i)) / statistics.median(trial.iteration_times_s(i))
@@ -266,7 +266,7 @@ def _per_rank(trial: Trial, training: list[dict[str, Any]], devices: Sequence[st
 
 
 def describe(plan: Plan) -> str:
-    """A plan in one line: ``5 layers on fast | 4 layers on slow (6) + slow (6)``."""
+    """Returns a plan in one line: ``5 layers on fast | 4 layers on slow (6) + slow (6)``."""
     stages = []
     for stage in plan.stages:
         names = " + ".join(
@@ -284,7 +284,7 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def show_profile(profile: dict[str, Any], screen: Screen) -> None:
-    """The table of measured layers."""
+    """Show the table of measured layers."""
     rows = [
         [
             f"{device['kind']} {t['layer']}",
@@ -301,7 +301,7 @@ def show_profile(profile: dict[str, Any], screen: Screen) -> None:
 
 
 def show(report: dict[str, Any], screen: Screen) -> None:
-    """The tables at the end of the demo."""
+    """Show the tables at the end of the demo."""
     rows = [
         [
             f"{r['rank']}: {r['device']}",
@@ -353,11 +353,11 @@ def show(report: dict[str, Any], screen: Screen) -> None:
 
 
 class BusyError(RuntimeError):
-    """The figures of a run are not to be published."""
+    """The figures of a run must not be published."""
 
 
 def published(result: dict[str, Any]) -> str:
-    """Returns what README.md says of a run.
+    """Returns the text of README.md about a run.
 
     Args:
         result: The contents of ``report.json``.
@@ -377,7 +377,7 @@ def published(result: dict[str, Any]) -> str:
 
 
 def publish(result: dict[str, Any], out: Path, screen: Screen) -> None:
-    """Put a run's figures and its picture where README.md shows them.
+    """Write a run's figures and its picture into README.md and its images.
 
     Raises:
         BusyError: The machine was busy, or there is no picture.
