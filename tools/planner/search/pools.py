@@ -19,8 +19,8 @@ def all_gpus(estimator: Estimator) -> Limits:
 def parts(estimator: Estimator, whole: Limits | None = None) -> list[Limits]:
     """Parts of the cluster, or of a part of it, to be searched on their own; the whole is not among them.
 
-    First every choice of whole pools (on clusters of many pools: one pool, kind or region alone or left out, and
-    pairs of kinds), then one node less of each pool, then half of each pool.
+    First every choice of whole pools (on clusters of many pools: one pool alone or left out, one or two kinds or
+    regions alone), then one node less of each pool, then half of each pool.
     """
     nodes, most = estimator.cluster.nodes, whole or all_gpus(estimator)
     if sum(map(bool, most)) <= MOST_POOLS:
@@ -78,7 +78,7 @@ def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
 
 
 def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
-    """One pool alone, one left out, one kind of GPU, one region, pairs of kinds."""
+    """One pool alone, one left out, one or two kinds of GPU, one or two regions."""
     nodes = estimator.cluster.nodes
     pools = [p for p, n in enumerate(most) if n]
     kept: list[set[int]] = [{p} for p in pools] + [set(pools) - {p} for p in pools]
