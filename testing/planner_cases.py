@@ -1,4 +1,4 @@
-"""Clusters and models of the Sailor and Zorse papers, small and random ones, and what the search is compared with."""
+"""Clusters and models for tests of the search: of the Sailor and Zorse papers, small and random; and baselines."""
 
 import random
 import time
@@ -107,13 +107,13 @@ def model_of(**fields: Any) -> Model:
 
 
 def cluster_of(*groups: tuple[str, int, int, float]) -> Cluster:
-    """Returns a cluster of groups of nodes: kind of GPU, nodes, GPUs of each, bytes per second of its network."""
+    """Returns a cluster from node groups: kind of GPU, nodes, GPUs per node, network bytes per second."""
     nodes = (NodeGroup(gpu=g, count=n, gpus_per_node=k, network_bytes_per_s=rate) for g, n, k, rate in groups)
     return Cluster(nodes=tuple(nodes))
 
 
 def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:
-    """Returns a cluster of the cores of processors, by the name of ``core``."""
+    """Returns a cluster of CPU cores, with the device name ``core``."""
     core = Gpu(
         flops={"fp32": 5e10},
         memory_bytes=4 << 30,
@@ -128,15 +128,15 @@ def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:
 
 
 def estimator_of(cluster: Cluster, model: Model) -> Estimator:
-    """With datasheet costs."""
+    """An estimator with datasheet costs."""
     return Estimator(cluster, model, CatalogCosts(model, lambda name: catalog()[name]))
 
 
 def all_plans(estimator: Estimator, point: Candidate, limit: list[float]) -> Iterator[Candidate]:
     """Every ordered list of stages with every split of the layers.
 
-    Only what provably takes longer than ``limit[0]`` (perfect division of one stage's compute over its
-    replicas) is left out.
+    Plans are left out if one stage's compute, divided perfectly over its replicas, already takes longer than
+    ``limit[0]``.
     """
     total = estimator.model.global_batch_size // point.micro_batch_size
     options = []
@@ -169,7 +169,7 @@ def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
     """(shortest simulated iteration, plans enumerated, plans simulated) over all 1F1B plans.
 
     Args:
-        start: A known iteration time, to leave out at once what is longer.
+        start: A known iteration time; longer plans are left out from the start.
     """
     best, seen, simulated = [start * 1.0001], 0, 0
     for batch in estimator.model.batch_sizes:
@@ -193,7 +193,7 @@ def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
 
 
 def compare_case(seed: int) -> dict[str, Any]:
-    """Gap of the search to the best of all plans on one random cluster (negative: other schedules won)."""
+    """Relative gap of the search to the best of all 1F1B plans on a random cluster (negative: the search is better)."""
     cluster, model = random_case(seed)
     estimator = estimator_of(cluster, model)
     outcome = search_auto(estimator, Goal(schedules=("1f1b",)))
@@ -238,13 +238,13 @@ SEARCH_BARS_S = {
 
 
 def measured(name: str, cluster: Cluster, global_batch_size: int = 2048) -> Estimator:
-    """With the published layer times."""
+    """An estimator with the published layer times."""
     model = reference_model(name, global_batch_size)
     return Estimator(cluster, model, MeasuredCosts(model, reference_profile(name), lambda gpu: catalog()[gpu]))
 
 
 def search_cases() -> dict[str, Estimator]:
-    """The cases of the speed requirement."""
+    """The cases of :data:`SEARCH_BARS_S`, by name."""
     a100, v100, gh = "A100-40", "V100-16", "GH-96"
 
     def mix(*counts: tuple[str, int]) -> Cluster:
@@ -261,7 +261,7 @@ def search_cases() -> dict[str, Estimator]:
 
 
 def wide_cluster(gpus: int) -> Cluster:
-    """Four types in eight zones of three regions."""
+    """A cluster of four types of GPUs in eight zones of three regions."""
     zones = ("us-a-1", "us-a-2", "us-a-3", "us-b-1", "us-b-2", "us-b-3", "eu-a-1", "eu-a-2")
     kinds = ("A100-40", "A100-80", "V100-16", "GH-96")
     each = gpus // (len(zones) * len(kinds)) // 4
@@ -342,7 +342,7 @@ ZORSE_TABLE_5 = {
 
 
 def with_catalog(cluster: Cluster, model: Model) -> Estimator:
-    """With datasheet costs."""
+    """An estimator with datasheet costs that may use 92 % of memory."""
     return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]), memory_margin=0.92)
 
 
@@ -390,10 +390,10 @@ MOST_OPERATIONS = 100_000  # larger plans are not simulated again as a whole
 
 
 def random_pool(seed: int, model: str = "dense") -> tuple[Cluster, Model]:
-    """10 to 200 GPUs of 2 to 4 kinds with prices, and a model that several of them are needed for, or not.
+    """A random cluster of 10 to 200 GPUs of 2 to 4 kinds with prices, and a random model.
 
     Args:
-        model: ``dense``, ``experts`` or ``vocabulary`` (a large one, for its width).
+        model: ``dense``, ``experts`` or ``vocabulary`` (large for the model's width).
     """
     rng = random.Random(seed)
     kinds = rng.sample(KINDS, rng.randint(2, 4))
@@ -439,7 +439,7 @@ def random_pool(seed: int, model: str = "dense") -> tuple[Cluster, Model]:
 
 
 def read_back(estimator: Estimator, plan: Plan) -> tuple[Candidate, float]:
-    """The candidate that a written plan is read as, and its simulated seconds, as ``simulate`` finds them."""
+    """The candidate of a plan file, and its simulated seconds as in the command ``simulate``."""
     candidate, seated = candidate_of(plan, estimator.cluster)
     estimate = estimator.estimate(candidate)
     assert estimate is not None
@@ -447,7 +447,7 @@ def read_back(estimator: Estimator, plan: Plan) -> tuple[Candidate, float]:
 
 
 def promised(estimator: Estimator, outcome: SearchResult) -> float | None:
-    """Simulated time of the plan that is written, read back as ``simulate`` does, over what was promised."""
+    """Ratio of the simulated time of the written plan to the time predicted by the search; None if not simulated."""
     best = outcome.best
     if best is None or not best.runnable:
         return None
@@ -462,7 +462,7 @@ def promised(estimator: Estimator, outcome: SearchResult) -> float | None:
 
 
 def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RANDOM_CANDIDATES) -> float:
-    """The best of so many random plans with balanced layers; the most promising are simulated."""
+    """Value of the best of ``count`` random plans with balanced layers, of which the finalists are simulated."""
     rng, model = random.Random(seed), estimator.model
     memo = CandidateCache(estimator, goal, Progress())
     for _ in range(count):
@@ -479,7 +479,7 @@ def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RAND
 
 
 def _random_groups(estimator: Estimator, rng: random.Random) -> Groups | None:
-    """Every kind of GPU with a random TP size and share of its nodes, dealt to a random number of stages."""
+    """A random number of stages, with a random TP size, share and division over stages for each kind of GPU."""
     stages = rng.choice((1, 1, 2, 2, 3, 4, 4, 6, 8))
     if stages > estimator.model.num_layers:
         return None
@@ -503,11 +503,11 @@ def best_value(nodes: Iterable[NodeGroup], model: Model, goal: Goal) -> float:
 
 
 def value_of(outcome: SearchResult, goal: Goal) -> float:
-    """Value of the best plan, also where a plainer one was taken."""
+    """Value of the best plan found, even if the search chose a simpler one."""
     return min((found.value(goal) for found in outcome.found if found.runnable), default=inf)
 
 
 def without_one(found: Sequence[NodeGroup], less: int) -> list[NodeGroup]:
-    """The nodes without one of pool ``less``."""
+    """The nodes, with one node less in pool ``less``."""
     fewer = [n.model_copy(update={"count": n.count - (i == less)}) for i, n in enumerate(found)]
     return [n for n in fewer if n.count]

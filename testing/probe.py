@@ -1,7 +1,6 @@
 """Observation of a training run inside a rank process: losses, gradients, injected faults.
 
-Nothing here belongs to the product.  The functions wrap what Megatron calls, stock or under a
-plan, before the training entry runs (``Job.setup``).
+The functions wrap functions of Megatron, stock or under a plan, before the training entry runs (``Job.setup``).
 """
 
 import contextlib
@@ -28,7 +27,7 @@ Step = Callable[..., Any]
 
 
 def around(owner: Any, name: str, before: Step | None = None, after: Step | None = None) -> None:
-    """Call something before a function of a module or class, with its arguments, or after it, with its result first."""
+    """Wrap a function of a module or class: ``before`` gets its arguments, ``after`` its result and its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -44,7 +43,7 @@ def around(owner: Any, name: str, before: Step | None = None, after: Step | None
 
 
 def wrap_stock(wrap: Callable[[Step], Step]) -> None:
-    """Stock Megatron looks its forward-backward function up by this name; a plan replaces the name later."""
+    """Wrap stock's forward-backward function, at the name by which Megatron looks it up; a plan rebinds it later."""
     from megatron.training import training
 
     original = training.get_forward_backward_func
@@ -71,10 +70,10 @@ def observe(
         rank: This rank.
         out: Folder for ``losses-<rank>.json`` and ``gradients-<rank>.npz``.
         gradients: Write the gradients of the first iteration, after reduction and scaling.
-        meter: Let the report meter memory, which takes a third of the time of a small run.
-        kill: (rank, iteration, operation): that rank kills itself with SIGKILL before that
-            forward step of that training iteration (both counted from 0).
-        hold: (iteration, file): every rank waits before that training iteration until the file is there.
+        meter: Whether the report meters memory, which takes a third of the time of a small run.
+        kill: (rank, iteration, operation): the rank kills itself with SIGKILL before this
+            forward step of the training iteration (both counted from 0).
+        hold: (iteration, file): every rank waits before the training iteration until the file exists.
     """
     from megatron.training import training
 
@@ -87,7 +86,7 @@ def observe(
 
 
 class Observer:
-    """Sees every call of the forward-backward function."""
+    """Records losses, gradient norms and gradients of the calls of the forward-backward function."""
 
     def __init__(self, rank: int, out: Path | None, gradients: bool, hold: tuple[int, str] | None = None) -> None:
         self._rank = rank
@@ -99,7 +98,7 @@ class Observer:
         self.iteration = -1
 
     def wrap(self, step: Step) -> Step:
-        """The forward-backward function with this observer around it."""
+        """The forward-backward function ``step`` with this observer's records."""
 
         @functools.wraps(step)
         def observed(*positional: Any, **keywords: Any) -> Any:
@@ -121,7 +120,7 @@ class Observer:
         return observed
 
     def keep_norm(self, norm: Any) -> None:
-        """A step of the optimizer has ended; ``norm`` is None where it was skipped."""
+        """Record the gradient norm of a step; None if the step was skipped."""
         if self._out is None:
             return
         self._norms.append(None if norm is None else float(norm))
@@ -151,7 +150,7 @@ def _wrap_plan(observer: Observer, meter: bool) -> None:
 
 
 def whole_gradients(chunks: Any) -> dict[Any, Any]:
-    """The reduced gradients of a window's chunks that wait for the update, gathered.  Collective."""
+    """Gathers the reduced gradients of a window's chunks before the update, by parameter.  Collective."""
     found = {}
     for chunk in chunks:
         for bucket in (one for one in chunk.buckets if one.gradient is not None):
@@ -163,9 +162,9 @@ def whole_gradients(chunks: Any) -> dict[Any, Any]:
 
 
 def reduced_gradients(model: Any) -> dict[Any, Any]:
-    """Whole gradients where the distributed optimizer has left every replica a shard of them, by parameter.
+    """Gathers the gradient shards that the distributed optimizer's reduce-scatter has made, by parameter.
 
-    Training reduces and scatters; this gathers what it left, so that the path is the one of training.
+    Training's own reduction is not changed.
     """
     import torch
     import torch.distributed as dist
@@ -236,7 +235,7 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_layer(config: Any, match: re.Match[str]) -> str:
-    """An expert by its number in the layer."""
+    """The matched name with the expert's number in the layer in place of its number on this rank."""
     from megatron.core import parallel_state
 
     mine = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
@@ -286,12 +285,12 @@ def write_dataset(
     typical: int = 4,
     longest: int = 400,
 ) -> None:
-    """An IndexedDataset of short documents with structure to learn, each ended by its last token.
+    """Write an IndexedDataset of short documents that a model can learn, each with an end token.
 
-    A token follows from the one before it, with noise; documents are 3 to 40 tokens long, so that
-    microbatches differ in how many tokens count (with ``--eod-mask-loss``).  With ``long_tailed`` half of them have
-    at most ``typical + 2`` tokens, and a few up to ``longest``; the last token of each is the one that ends documents,
-    ``vocab_size - 1``.
+    A token determines the next one, with noise.  Documents have 3 to 40 tokens, so that microbatches differ
+    in their number of loss tokens (with ``--eod-mask-loss``).  With ``long_tailed`` half of them have
+    at most ``typical + 2`` tokens, and a few up to ``longest``, and the end token is ``vocab_size - 1``, else
+    ``vocab_size``.
     """
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -312,14 +311,14 @@ def write_dataset(
 
 
 def nothing() -> None:
-    """An entry that does nothing: the job was its setup."""
+    """An entry that does nothing, for jobs whose work is in their setup."""
 
 
 def compare_checkpoints(*, rank: int, first: str, second: str, out: str) -> None:
-    """Compare all tensors of two ``torch_dist`` checkpoints and write what was found as JSON.
+    """Compare all tensors of two ``torch_dist`` checkpoints and write the result as JSON.
 
-    Layers that one of them stacks under one key are taken apart.  The result has ``missing`` (keys
-    of one only), ``different`` (key to largest absolute difference) and ``equal`` (how many keys).
+    Layers that are stacked under one key are split.  The result has ``missing`` (keys of only one
+    checkpoint), ``different`` (largest absolute difference by key), ``equal`` (number of keys) and ``keys`` (of both).
     """
     import torch
 
@@ -365,7 +364,7 @@ def _plain_tensors(folder: Path) -> dict[str, Any]:
 
 
 def die_while_saving(*, rank: int, which: int, save: int) -> None:
-    """That rank kills itself in the middle of its ``save``-th checkpoint, counted from 1."""
+    """Make rank ``which`` kill itself in the middle of its ``save``-th checkpoint, counted from 1."""
     if rank != which:
         return
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -385,7 +384,7 @@ def die_while_saving(*, rank: int, which: int, save: int) -> None:
 
 
 def forbid_process_groups(*, rank: int) -> None:
-    """Creating a process group ends the process with code 97."""
+    """Make the creation of a process group end the process with code 97."""
     import torch.distributed as dist
 
     def refuse(*_positional: Any, **_keywords: Any) -> None:
@@ -396,16 +395,16 @@ def forbid_process_groups(*, rank: int) -> None:
 
 
 def count_devices(answer: Any) -> None:
-    """In a process of ``multiprocessing``: put the number of devices into a queue."""
+    """Target of a ``multiprocessing`` process: put the number of devices into the queue ``answer``."""
     import torch
 
     answer.put(torch.cuda.device_count())
 
 
-# The reference of per-ministage clipping: one process whose gradients are clipped group by group.
+# The reference of per-ministage clipping: one process in which each group of gradients is clipped by its own norm.
 #
-# A group holds the parameters of one ministage of one stage.  Norm and clipping are written out here,
-# with whole gradients in double precision; everything else is stock Megatron's.  With a split vocabulary every
+# A group has the parameters of one ministage of one stage.  Norm and clipping are implemented here
+# with whole gradients in double precision; the rest is stock Megatron.  With a split vocabulary every
 # stage has rows of the embeddings in its first ministage, and of the output layer in its last one.
 
 
@@ -434,12 +433,12 @@ def group_of(name: str, groups: Groups) -> int:
 
 
 def rows_of(name: str, total: int, plan: Plan) -> list[tuple[int, int, int]]:
-    """(group, first row, end) of a parameter's rows; with a split vocabulary every stage has its share of some.
+    """(group, first row, end) of a parameter's rows; several groups for embeddings under a split vocabulary.
 
     Args:
-        name: Of the parameter in the one-process model.
-        total: Its rows.
-        plan: Its ministages are the groups.
+        name: Name of the parameter in the one-process model.
+        total: Number of its rows.
+        plan: Plan whose ministages are the groups.
     """
     is_word, is_output = name.endswith("word_embeddings.weight"), name == "output_layer.weight"
     if not plan.schedule.parameters.get("vocabulary") or not (is_word or is_output):
@@ -450,7 +449,7 @@ def rows_of(name: str, total: int, plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
-    """Setup of the reference: observe as always, and clip every group by its own norm."""
+    """Setup of the reference: :func:`observe`, and clip every group by its own norm."""
     from megatron.core.optimizer import optimizer
     from megatron.training import training
 
@@ -461,7 +460,7 @@ def observe_clipping_groups(*, rank: int, out: str, plan: Row) -> None:
 
 
 def observe_other_digits(*, rank: int, out: str) -> None:
-    """Observe a reference whose weights begin with another last digit: what rounding alone makes of a training."""
+    """Observe a reference with initial weights changed in the last digit, to measure the effect of rounding."""
     import torch
     from megatron.training import training
 
@@ -491,13 +490,13 @@ class _Clipper:
         from testing.probe import _named_parameters
 
         for name, parameter in _named_parameters(model):
-            # In bf16 what is clipped are the gradients of the optimizer's copies.
+            # In bf16 the gradients of the optimizer's fp32 parameters are clipped.
             stepped = getattr(parameter, "main_param", parameter)
             for group, first, end in rows_of(name, parameter.shape[0], self._plan):
                 self._members[group].append((stepped, first, end))
 
     def clip(self, parameters: Any, max_norm: float, *_unused: Any, **_ignored: Any) -> None:
-        """In place of Megatron's clipping by the global norm."""
+        """Clip each group by its own norm, in place of Megatron's clipping by the global norm."""
         missing = {id(p) for p in parameters} ^ {id(p) for members in self._members for p, _, _ in members}
         if missing:
             raise RuntimeError(f"{len(missing)} parameters are in no group, or are not clipped")
@@ -514,11 +513,11 @@ class _Clipper:
         self._path.write_text(json.dumps(self._clipped), encoding="utf-8")
 
 
-# Accidents: the product is broken on purpose, to show that a comparison can fail.
+# Injected faults, to show that a comparison can fail.
 
 
 def _no_class_exchange() -> None:
-    """Replicas of different TP, and tied copies, keep their own gradients."""
+    """Leave out the sum of gradients over replicas of different TP and over tied copies."""
     from megatron_het.distributed.gradient_sums import GradientFinalizer
 
     GradientFinalizer._sum_across_classes = lambda self, model: None
@@ -526,7 +525,7 @@ def _no_class_exchange() -> None:
 
 
 def _wrong_routing() -> None:
-    """A replica of the first stage reads another microbatch than the last stage scores."""
+    """Make the first stage read other microbatches than those whose labels the last stage reads."""
     from megatron_het.runtime import data
 
     original = data.RoutedBatchSampler.__init__
@@ -542,14 +541,14 @@ def _wrong_routing() -> None:
 
 
 def _no_duplicate_mark() -> None:
-    """Every copy of a parameter counts in the gradient norm."""
+    """Count every copy of a parameter in the gradient norm."""
     from megatron_het.runtime import session
 
     session.mark_duplicates = lambda *_args, **_keywords: None
 
 
 def _gated_as_plain() -> None:
-    """The exchange cuts gated weights as if gate and up projection were one block."""
+    """Divide gated weights in the gradient exchange as if gate and up projection were one block."""
     from megatron_het.distributed import resharding
 
     original = resharding.segments
@@ -561,7 +560,7 @@ def _gated_as_plain() -> None:
 
 
 def _own_token_count() -> None:
-    """Gradients are divided by the token count of two global batches."""
+    """Divide gradients by twice the token count of the global batch."""
     from megatron.core.distributed import DistributedDataParallel
 
     original = DistributedDataParallel.scale_gradients
@@ -578,7 +577,7 @@ ACCIDENTS: dict[str, Callable[[], None]] = {
 
 
 def break_and_observe(*, rank: int, accident: str, **options: Any) -> None:
-    """A job's setup: break one thing, then observe as usual."""
+    """Setup of a job: inject one of :data:`ACCIDENTS`, then :func:`observe`."""
     ACCIDENTS[accident]()
     observe(rank=rank, **options)
 
@@ -589,9 +588,9 @@ def pin(*, rank: int, cores: list[int]) -> None:
 
 
 def pin_rank(*, rank: int) -> None:
-    """Give each rank a core of its own, where there are enough (a ``Job.setup``).
+    """Pin each rank to its own core if there are enough (a ``Job.setup``).
 
-    Otherwise the scheduler puts a rank that was waiting beside one that computes, until it notices.
+    Otherwise the scheduler may run a rank that has waited on the core of a busy one for a while.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})

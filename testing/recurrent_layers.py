@@ -1,7 +1,7 @@
 """Recurrent layers for CPUs: ``--spec testing.recurrent_layers stack_spec``.
 
-Megatron's own Mamba mixer and gated delta net, with its sharding and its checkpoints, on plain stand-ins for the CUDA
-kernels that they call.  The stand-ins go through a sequence token by token: exact and slow.
+Megatron's own Mamba mixer and gated delta net, with its sharding and its checkpoints, on plain replacements of their
+CUDA kernels, which process a sequence token by token: exact and slow.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ _LOCAL = LocalSpecProvider()
 
 
 def rearrange(tensor: Tensor, pattern: str) -> Tensor:
-    """Put dimensions in another order, those of size 1 left out, as the function of ``einops`` does."""
+    """``einops.rearrange`` for patterns that permute dimensions and remove those of size 1."""
     before, after = (side.split() for side in pattern.split(" -> "))
     for place in reversed([place for place, name in enumerate(before) if name == "1"]):
         tensor = tensor.squeeze(place)
@@ -46,12 +46,12 @@ def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> tuple[Tensor, None]:
-    """The same for ``[b, s, channels]``."""
+    """:func:`causal_conv1d_fn` for ``[b, s, channels]``."""
     return causal_conv1d_fn(x.transpose(1, 2), weight, bias).transpose(1, 2), None
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
-    """Vectors of the last dimension divided by their lengths."""
+    """Normalises vectors of the last dimension to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
@@ -151,7 +151,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 class GroupedNorm(nn.Module):
-    """RMSNorm of every group of channels, gated before it where there is a gate."""
+    """RMSNorm of every group of channels, after a multiplication by ``silu(z)`` if there is a gate ``z``."""
 
     def __init__(self, size: int, eps: float, group_size: int, device: Any, dtype: torch.dtype, **_: Any) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class GroupedNorm(nn.Module):
         return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._eps)).flatten(-2) * self.weight
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Channels are cut over TP ranks."""
+        """The sharded state, with channels divided over TP ranks."""
         own, group = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
             own, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=group
@@ -174,15 +174,15 @@ class GroupedNorm(nn.Module):
 
 
 class LocalNorm(nn.Module):
-    """Makes the local norm of a configuration; a class, because Megatron builds nothing else in a gated delta net."""
+    """Makes the local norm of a configuration; a class, because Megatron's gated delta net builds only classes."""
 
     def __new__(cls, **keywords: Any) -> Any:
-        """Returns the norm itself."""
+        """Returns the norm, not an instance of this class."""
         return norm(**keywords)
 
 
 def _install() -> None:
-    """Give Megatron's modules the stand-ins."""
+    """Set the replacements in Megatron's modules."""
     mixer: Any = mamba_mixer
     mixer.HAVE_MAMBA_SSM = mixer.HAVE_EINOPS = True
     mixer.rearrange, mixer.ExtendedRMSNorm, mixer.causal_conv1d_fn = rearrange, GroupedNorm, causal_conv1d_fn
@@ -220,4 +220,4 @@ stack_spec = ModuleSpec(
         ),
     ),
 )
-"""The layers of ``megatron_het.hybrid_layers``, and recurrent ones: gated delta net ``G`` and Mamba ``M``."""
+"""The layers of ``megatron_het.hybrid_layers``, with gated delta net (``G``) and Mamba (``M``)."""

@@ -1,7 +1,7 @@
-"""Looks into runs from inside: live bytes, times per iteration, where documents begin.
+"""Measurements inside the ranks of a run: live bytes, times per iteration, starts of documents.
 
-With ``fused``, SlimPipe and stock runs get the same attention kernel: stock's core attention is replaced by PyTorch's
-fused attention, which on each device is the very kernel that slices use.
+With ``fused``, SlimPipe and stock runs use the same attention kernel: stock's core attention is replaced by PyTorch's
+fused attention, which on each device is the kernel of slices.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class FusedAttention(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``[s, b, heads, d]`` in, ``[s, b, heads * d]`` out."""
-        # A copy of the values, as slices make one: the view would keep the whole projection alive.
+        # A copy of the values, like in slices: a view would keep the whole projection alive.
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value.clone()))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -40,8 +40,8 @@ def watch(*, rank: int, out: str, memory: bool = False, fused: bool = False) -> 
     Args:
         rank: This rank.
         out: Folder for ``watch-<rank>.json``.
-        memory: Meter the second iteration (slow; not together with times).
-        fused: Give stock's layers the fused attention.
+        memory: Whether to meter the second iteration, which makes times useless.
+        fused: Whether stock's layers use the fused attention.
     """
     from megatron_het.runtime.session import HetSession
 
@@ -60,8 +60,8 @@ class Watcher:
     """Times all training iterations; meters the memory of one.
 
     Args:
-        path: Where to write what was found, as JSON.
-        memory: Whether to meter.
+        path: File for the measurements, as JSON.
+        memory: Whether to meter memory.
     """
 
     metered_iteration = 1  # training iteration whose memory is measured, from 0
@@ -73,7 +73,7 @@ class Watcher:
         self._nested = False
 
     def wrap(self, step: Step) -> Step:
-        """The forward-backward function with this watcher around it."""
+        """The forward-backward function ``step`` with this watcher's measurements."""
 
         @functools.wraps(step)
         def watched(*positional: Any, **keywords: Any) -> Any:
@@ -106,7 +106,7 @@ class Watcher:
         pool = pool_bytes(keywords["model"])
         with memory_meter(platform.activate()) as meter, meter.region("iteration") as region:
             result = step(*positional, **keywords)
-        # The key-value pool was there before the iteration began.
+        # Added, because the key-value pool exists before the iteration.
         self.found["kv_pool_bytes"] = pool
         self.found["activation_bytes"] = region.growth_bytes + pool
         return result
@@ -123,12 +123,12 @@ def pool_bytes(model: Any) -> int:
 
 
 def watch_documents(*, rank: int, out: str) -> None:
-    """Watches times, and writes ``packed-<rank>.json`` besides.
+    """Measure times like :func:`watch`, and also write ``packed-<rank>.json``.
 
     Args:
         rank: This rank.
-        out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration, and
-            ``pool_bytes`` of all layers after the last one, and ``sent_bytes`` to ranks that share its sequences.
+        out: Folder of both files.  The second has the ``documents`` of every microbatch of every iteration,
+            ``pool_bytes`` of all layers after the last one, and ``sent_bytes`` to other context-parallel ranks.
     """
     from megatron_het.features.context_parallel.runtime import CommutedContextParallel
     from megatron_het.features.documents.runtime import DocumentStarts
@@ -152,9 +152,9 @@ def watch_documents(*, rank: int, out: str) -> None:
     around(HetSession, "forward_backward", after=write)
 
 
-# Ministage runs: one meter sees whatever operators allocate and has been shown the state that was there before, so that
-# its peak is that of the rank.  A second one overlooks what the parameter window allocates: its peak is that of saved
-# tensors, boundary inputs, transfer buffers and workspace.  Neither counts host memory.
+# Ministage runs: one meter counts all allocations and the existing state, so that its peak is that of the rank.  A
+# second one ignores the allocations of the parameter window: its peak is that of saved tensors, boundary inputs,
+# transfer buffers and workspace.  Neither counts host memory.
 _WINDOW_METHODS = ("restart", "handle", "before_backward")
 _RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradients")
 
@@ -166,7 +166,7 @@ def watch_window(*, rank: int, out: str) -> None:
     from megatron_het.report import RunReport
     from megatron_het.runtime.session import HetSession
 
-    RunReport._meter = lambda self: contextlib.nullcontext()  # meters one more time, and differently
+    RunReport._meter = lambda self: contextlib.nullcontext()  # off, because this watcher has its own meters
     watcher = WindowWatcher(Path(out) / f"watch-{rank}.json", memory=True)
     HetSession.forward_backward = watcher.wrap(HetSession.forward_backward)
     around(HetSession, "before_loading", after=watcher.load_begins)
@@ -176,13 +176,13 @@ def watch_window(*, rank: int, out: str) -> None:
 
 
 class WindowWatcher(Watcher):
-    """Meters an iteration in which all state exists from the start: updates have been made before."""
+    """Meters the third iteration, in which all optimizer state exists from the start."""
 
     metered_iteration = 2
     _loads: Any = None  # the session into which a checkpoint is loaded
 
     def start(self, setup: Step) -> Step:
-        """The building of model and optimizer and the loading of a checkpoint, with their peaks put into ``found``."""
+        """The function ``setup`` of model, optimizer and checkpoint, with its peak memory put into ``found``."""
 
         @functools.wraps(setup)
         def metered(*positional: Any, **keywords: Any) -> Any:
@@ -198,16 +198,16 @@ class WindowWatcher(Watcher):
         return metered
 
     def load_begins(self, _: Any, session: Any, *more: Any, **named: Any) -> None:
-        """Called when a checkpoint is about to be loaded."""
+        """Reset the window's peak before a checkpoint is loaded."""
         self._loads = session
         session.feature("window").use.restart()
 
     def save_begins(self, session: Any) -> None:
-        """Called when a checkpoint is about to be taken."""
+        """Reset the window's peak before a checkpoint is saved."""
         session.feature("window").use.restart()
 
     def save_ends(self, _: Any, session: Any, parameters: Any) -> None:
-        """Called when a checkpoint has been taken; what the window held meanwhile is put into ``found``."""
+        """Put the window's memory during a save into ``found``, after the checkpoint's copies are made."""
         self.found["saving"] = session.feature("window").use.as_json()
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
@@ -256,7 +256,7 @@ def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def _window_overlooked(activations: Any) -> Iterator[None]:
-    """While it is open, a meter overlooks what the window allocates."""
+    """Context in which a meter ignores the allocations of the parameter window."""
     from megatron_het.features.window.chunk import ChunkWindow
     from megatron_het.features.window.runtime import ParameterWindow
 
@@ -277,7 +277,7 @@ def _window_overlooked(activations: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _resizes_shown() -> Iterator[None]:
-    """While it is open, all meters see at once what the window resizes."""
+    """Context in which all meters count resizes by the parameter window at once."""
     from megatron_het.features.window.chunk import ChunkWindow, HostCopy
 
     def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
@@ -286,7 +286,7 @@ def _resizes_shown() -> Iterator[None]:
             def run(self: Any, *positional: Any, **keywords: Any) -> Any:
                 result = method(self, *positional, **keywords)
                 for tensor in tensors(self, *positional):
-                    tensor.detach()  # an operator, by which meters see the size
+                    tensor.detach()  # an operator, at which meters update the size
                 return result
 
             return run

@@ -44,7 +44,7 @@ class Flags(Check):
             return found
         if next(iter(answers.values()))["given"]:
             return [self.ok("all ranks", "the training's flags fit the plan and the machines")]
-        # Without flags to check: what the machines ask for, which should be the same on all.
+        # Without flags to check: report flags that only some machines need.
         needs = ranks_by({rank: answer["needed"].values() for rank, answer in answers.items()})
         found = [
             self.warning(names.of(ranks), f"only here needed: {text}", "Give it to all ranks; or install alike")

@@ -264,7 +264,7 @@ def _torch_versions() -> dict[str, str]:
     found = {"torch": torch.__version__.split("+")[0], "cuda": torch.version.cuda or torch.version.hip or "-"}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        # To ask which one is there would load it, before Transformer Engine loads the one that it finds.
+        # The version of the build: a query of the library would load it before Transformer Engine loads its own.
         version = getattr(getattr(torch._C, "_cudnn", None), "getCompileVersion", lambda: ())()
         found["cudnn"] = ".".join(map(str, version)) or "-"
     return found

@@ -95,7 +95,7 @@ def _one_rank(options: argparse.Namespace, flags: Sequence[str], rank: int) -> i
     try:
         found = run(Setting(rank, measured=options.measured, gpu=gpu, fused=fused, cuda=options.cuda), flags)
     except SystemExit as stop:
-        # Rank 0 says why a run is refused; here is one rank alone, whichever it is.
+        # In a real run other ranks may print the reason of a refusal; here only this rank runs.
         if rank and stop.__cause__ is not None and not options.measured:
             _end(str(stop.__cause__))
         raise

@@ -200,7 +200,7 @@ def balance_experts() -> None:
     def forward_equal(self: Any, tokens: Tensor, counts: Tensor, probs: Tensor) -> Any:
         return forward(self, tokens, _List(equal_shares(tokens.shape[0], self.num_local_experts)), probs)
 
-    router.sinkhorn = lambda scores: scores  # as often as values ask for
+    router.sinkhorn = lambda scores: scores  # its number of iterations depends on values
     dispatcher.preprocess = known_splits
     token_dispatcher.sort_chunks_by_idxs = sort_equal
     SequentialMLP.forward = forward_equal
@@ -280,7 +280,7 @@ class Result:
 
 
 class Remembered:
-    """Use inside of a ``FakeTensorMode``; ``show_new`` is told of new tensors with a storage of their own."""
+    """Cache of operators' results in a ``FakeTensorMode``; ``show_new`` gets new tensors with their own storage."""
 
     def __init__(self, mode: FakeTensorMode, show_new: Callable[[Tensor], None]) -> None:
         self._mode, self._show_new = mode, show_new

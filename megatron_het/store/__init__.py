@@ -1,9 +1,9 @@
-"""A store that processes of a job share: documents at one port, for those who know the job's token and for nobody else.
+"""A store for the processes of a job: documents at one port, only for clients with the job's token.
 
-``torch.distributed.TCPStore`` asks nobody who they are, lists its keys for everybody and keeps what anybody sends.  So
-whatever decides something is kept here.  Standard library only; nothing is ever unpickled.
+``torch.distributed.TCPStore`` has no authentication: any client can list, read and write its keys.  So data on which
+decisions depend are kept in this store.  Standard library only; nothing is ever unpickled.
 
-Open ``job.py`` first: a process's access; then ``server.py``, who gets in.  ``torch_store.py`` alone needs torch.
+Open ``job.py`` first, the client; then ``server.py`` with the authentication.  Only ``torch_store.py`` needs torch.
 """
 
 from megatron_het.store.job import Address, Store

@@ -78,7 +78,7 @@ class Documents:
     def wait(
         self, keys: Sequence[str], unless: Sequence[str], timeout_s: float, *, patience_s: float | None = _WAIT_S
     ) -> str:
-        """Wait until all keys are there (``there``), one of some others is (``lost``), or for so long (``late``)."""
+        """Wait until all ``keys`` exist (``there``), one of ``unless`` exists (``lost``), or time is up (``late``)."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -92,11 +92,11 @@ class Documents:
         return int(self.ask("add", self._prefix + key, number, patience_s=patience_s))
 
     def swap(self, key: str, expected: str, desired: str) -> str:
-        """Write a text where another one is, or none where that one is empty; returns what is there now."""
+        """Replace ``expected`` (empty: no document) by ``desired`` if it is the text now; returns the text after it."""
         return str(self.ask("swap", self._prefix + key, expected, desired))
 
     def drop(self, *keys: str) -> bool:
-        """Delete documents; says whether there was one."""
+        """Delete documents; returns whether one existed."""
         return bool(self.ask("drop", *self._keys(keys)))
 
     def post(self, document: Any, *, patience_s: float | None = None) -> None:
@@ -227,14 +227,14 @@ MAX_KEYS = 2**20
 _BACKLOG = 1024
 _PAUSE_S = 0.1
 _MAX_WAIT_S = 60.0
-# Below the range from which Linux takes the local ends of connections: no connection takes a port away in between.
+# Below Linux's range of ephemeral ports, so that no outgoing connection takes a port before it is used.
 _FREE_PORTS = range(20000, 32000)
 _SPREAD = 7417  # processes with neighbouring numbers begin far from each other
 _asked = itertools.count()
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens, for a process that is started next; another one at each call.
+    """A free port of this machine for a process that is about to start; another one at each call.
 
     Raises:
         StoreError: There is none.
