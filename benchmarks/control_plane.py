@@ -97,7 +97,7 @@ class Job:
 
     @property
     def port(self) -> int:
-        """Of the controller."""
+        """Port of the controller."""
         return self.board.port
 
     @property
@@ -151,7 +151,7 @@ class Meeting:
             os.environ.update(before)
 
     def live(self) -> None:
-        """What the ranks do together once: all of it comes in time, and is what was said."""
+        """Run one exchange and one sample of the ranks, and count missing or wrong values."""
         self._turn += 1
         with ThreadPoolExecutor(2) as pool:
             said = list(pool.map(lambda rank: self._exchanges[rank].gather("values", [self._turn, rank]), range(2)))
@@ -161,7 +161,7 @@ class Meeting:
         self.missed += self._boards[1].read("sample", [0, 1]) != [str(self._turn)] * 2
 
     def documents(self) -> dict[str, Any]:
-        """All that nobody changes at the moment."""
+        """Texts of the documents that no rank changes at the moment."""
         keys = ["auto-batch/values/0", "auto-batch/values/1", "auto-batch/failed", "doctor/verdict", *KEYS]
         keys += [f"het/watch/sample/{rank}/0" for rank in range(2)]
         return dict(zip(keys, self.stores[0].texts(*keys), strict=True))

@@ -54,7 +54,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Iteration:
-    """One rank's dry run."""
+    """Parameters of a rank's dry run."""
 
     case: Case  # with the plan
     rank: int  # of the plan

@@ -35,7 +35,7 @@ def pinned(file: Path) -> dict[str, str]:
 
 
 def asked() -> dict[str, list[str]]:
-    """What ``setup.py`` asks for, by what it is for."""
+    """Names of the packages that ``setup.py`` requires, by purpose."""
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body

@@ -144,7 +144,7 @@ class TransformerEngine(ModuleType):
 
 
 class TransformerEngine214(TransformerEngine):
-    """The same module up to Transformer Engine 2.14: the backward is told a type in place of a layout."""
+    """Transformer Engine's module up to release 2.14, whose backward takes a data type in place of a layout."""
 
     @staticmethod
     def fused_attn_bwd(  # type: ignore[override]

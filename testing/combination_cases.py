@@ -61,7 +61,7 @@ def pairs() -> list[Pair]:
 
 
 def title(feature: Feature) -> str:
-    """Of a feature, for people."""
+    """Readable name of a feature."""
     name, value = feature
     if value is True:
         return name.replace("_", " ")

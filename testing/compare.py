@@ -76,7 +76,7 @@ def reference_losses(folder: Path) -> dict[str, list[float]]:
 
 
 def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | None = None) -> tuple[float, float]:
-    """Of the gradient norm of the first step and of later ones, NaN without clipping; all ranks must agree.
+    """Relative differences of the first step's gradient norm and of later ones, NaN without clipping.
 
     Raises:
         ComparisonError: Ranks have different norms, or one of the two runs skipped a step that the other made.

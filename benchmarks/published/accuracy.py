@@ -93,7 +93,7 @@ def reference_nodes(gpu: str, count: int, zone: str = "us-central1-a", **changes
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One real run."""
+    """A published run with its measured time."""
 
     name: str
     model: str

@@ -79,7 +79,7 @@ _COLUMNS = ("layers", "hidden", "ffn", "heads", "groups", "vocab")
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """One row of a table."""
+    """A row of a table of published runs."""
 
     source: str  # ``mpt``, ``bridge``, ``dgxc`` or ``own``
     row: Row  # its columns

@@ -124,7 +124,7 @@ KINDS = {
     MLP: "MLP",
     EXPERTS: "experts",
 }
-"""What the symbols stand for."""
+"""Names of the kinds of layers, by symbol."""
 WITH_ATTENTION = (ATTENTION, LATENT_ATTENTION)  # layers with keys and values that slices share
 RECURRENT = (MAMBA, GATED_DELTA_NET)  # layers that pass a state along a sequence, from slice to slice
 

@@ -67,7 +67,7 @@ _HOOKS = ("computes", "uses", "has_parameters", "makes_gradients")  # of states
 
 
 class Lifetimes:
-    """Walks one device's list: says what each operation waits for, and what does not fit."""
+    """Walks one device's list: finds what each operation waits for, and operations that do not fit."""
 
     def __init__(self, program: Program, device: int, kinds: Set[Kind]) -> None:
         self.device, self.layers = device, program.shape.layers[program.devices[device].stage]
@@ -332,7 +332,7 @@ class Dependencies:
 
 
 def explain(need: Need, op: Op, shape: Shape, device: int) -> str:
-    """A need in words, for error messages."""
+    """Text of a need, for error messages."""
     source, (value, microbatch, piece, chunk, *_) = need
     what = f"microbatch {microbatch}, slice {piece}, chunk {chunk} on device {shape.devices[source]}"
     if source == device and value == _OUTPUT and piece != op.slice:

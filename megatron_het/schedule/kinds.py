@@ -155,7 +155,7 @@ class Price:
 
     # from the prices of a program (``cost.Prices``); None for no time, and for transfers
     seconds: Callable[[Any], Callable[[int, Any], float]] | None = None
-    is_pass: bool = False  # of it a part is the same for every operation, whatever its size
+    is_pass: bool = False  # whether a part of its time does not depend on the operation's size
     attends: bool = False  # it has attention, and less of it where that was given away before it
     # from the prices, what the pass that follows has less; None for nothing
     relief: Callable[[Any], Callable[[int, Any], float]] | None = None
@@ -187,7 +187,7 @@ class Columns:
     # whether it is a part of a layer that all devices of its microbatch share, which begins and ends when they have all
     # come to it
     meets: bool
-    in_last_chunk: bool  # whether it is about parameters of its device's last chunk, whatever chunk it names
+    in_last_chunk: bool  # whether it uses parameters of its device's last chunk, even if it names another chunk
     is_issued: bool  # whether it is issued when the compute operation before it in its list is done
     direction: Direction  # the pass that it is part of
     work: Work  # what it does of the training of a slice in a chunk
@@ -293,7 +293,7 @@ def where(condition: Callable[[Kind], bool]) -> Set[Kind]:
 
 
 def executed_by(executor: str) -> frozenset[Kind]:
-    """The kinds that somebody executes: ``"compute"``, ``"transfer"`` or the name of a feature."""
+    """The kinds with an executor: ``"compute"``, ``"transfer"`` or the name of a feature."""
     return frozenset(kind for kind in Kind if kind.executor == executor)
 
 
@@ -326,7 +326,7 @@ BACKWARD_PASS: dict[str, object] = _PASS | {
     "sent_by": "SEND_BACKWARD",
     "colour": DARK,
 }
-"""Of operations that make the gradient of a chunk's input."""
+"""Properties of the kinds that compute the gradient of a chunk's input."""
 _TRANSFER = NEITHER | {
     "executor": "transfer",
     "role": Role.TRANSFER,

@@ -316,7 +316,7 @@ class Holdings:
 
 
 def _consumers(timeline: Timeline) -> dict[int, int]:
-    """Who uses what each receive brings: the first operation that waits for it."""
+    """Consumer of each receive: the first operation that waits for it."""
     ops = timeline.graph.ops
     found: dict[int, int] = {}
     if not (timeline.costs.message_bytes or timeline.costs.kv_message_bytes):

@@ -174,7 +174,7 @@ def _place_late(program: Program, graph: Graph, order: Sequence[int]) -> Program
 
 _CLOSE = 1e-9
 _IN_A_SLOT = where(lambda kind: kind.stream is Stream.COMPUTE and kind.fields.names_pass and not kind.meets)
-"""Kinds that belong to a slot; parts of shared layers, and what is sent ahead of time, go with what follows them."""
+"""Kinds with a slot; parts of shared layers and early sends get the slot of the next operation with one."""
 
 Inserts = list[dict[int, list[Op]]]  # per device: operations to insert before a position
 
@@ -188,10 +188,10 @@ class Moment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an operation is inserted."""
+    """Position at which an operation is inserted."""
 
     kind: Kind
-    ahead: bool  # before what runs on a device at the moment; else before what starts at or after it
+    ahead: bool  # whether before the operation that runs at the moment; else before the first that starts then or later
     own: int | None  # on the device of the moment's node: positions after the node; None: as on the others
 
 
@@ -280,7 +280,7 @@ def slot_inserts(program: Program, wanted: Sequence[tuple[int, Op]]) -> Inserts:
 def _slot_numbers(
     device: int, ops: Sequence[Op], number: Mapping[tuple[int, bool, int, int, int], int], end: int
 ) -> list[int]:
-    """Slot of every operation; what belongs to none (sends ahead of time) goes with what follows it."""
+    """Slot of every operation; an operation without a slot (an early send) gets that of the next one with a slot."""
     out = [end] * len(ops)
     following = end
     for i in range(len(ops) - 1, -1, -1):

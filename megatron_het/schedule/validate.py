@@ -367,7 +367,7 @@ def _missing(graph: Graph) -> Iterator[Problem]:
 
 
 _RESULTS = {kind.sent_by: kind for kind in COMPUTE if kind.sent_by is not None}
-"""By kind of send: the pass whose result it sends."""
+"""Kind of the pass whose result a send transfers, by kind of send."""
 
 
 def _wrong_routes(graph: Graph) -> Iterator[Problem]:

@@ -109,7 +109,7 @@ def _from_validation_error(file: str, place: tuple[str | int, ...], errors: Sequ
 
 
 def _at(error: Any) -> tuple[str | int, ...]:
-    """Where an error of pydantic is, without the names of a union's members, like ``int`` and ``tuple[int, ...]``."""
+    """Location of an error of pydantic, without the names of a union's members (``int``, ``tuple[int, ...]``)."""
     return tuple(step for step in error["loc"] if not _MEMBER.fullmatch(str(step)))
 
 

@@ -102,7 +102,7 @@ def check_expert_parallel(plan: Plan, experts: int) -> None:
 
 
 def _check_tensor_parallel(plan: Plan, args: Any) -> None:
-    """Sizes of the parts of an expert, and what goes with TP only in some ways."""
+    """Check the TP size of experts, and options that support TP only with restrictions."""
     size = getattr(args, "expert_tensor_parallel_size", None)
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):

@@ -324,7 +324,7 @@ class Vocabulary(Feature):
     )
 
     def viewed(self, flags: Mapping[str, Any]) -> VocabularyOptions | None:
-        """One switch."""
+        """Returns the options if the switch is given; None without it."""
         return VocabularyOptions() if flags["vocabulary"] else None
 
     def check_arguments(self, plan: Plan, options: VocabularyOptions, args: Any) -> None:

@@ -52,9 +52,9 @@ class WindowOptions:
         help="keep the optimizer's state in host memory except during the update of its ministage",
     )
     # ``exact``: a ministage is updated when it is next opened, after the global gradient norm and overflow are known;
-    # ``at-once``: as soon as its gradients are reduced; ``undo``: likewise, with the old state kept on the host and the
-    # update undone and made again when the global norm or an overflow asks for it; ``per-ministage``: as soon as its
-    # gradients are reduced, clipped by the norm of this ministage alone
+    # ``at-once``: as soon as its gradients are reduced; ``undo``: like ``at-once``, but the old state is kept on the
+    # host, and the update is undone and made again if the global norm or an overflow requires it; ``per-ministage``: as
+    # soon as its gradients are reduced, clipped by the norm of only this ministage
     update: str = option(
         "update",
         "exact",

@@ -376,11 +376,11 @@ _OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[bytes, ...]]] = {
     "picture": (visualize.PICTURES, (b"<svg", b"\x89PNG", b"%PDF")),
     "trace": ((), (b'"traceEvents"',)),
 }
-"""By option: endings, and what an earlier file of this kind has near its beginning."""
+"""Allowed endings of an option's file, and marks near the beginning of an earlier file of this kind."""
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Before any work: whether the files that were asked for can be written, and replace nothing that is not theirs."""
+    """Check before any work that the output files can be written, and replace only files of the same kind."""
     inputs = [options.program] if getattr(options, "program", "") not in ("", *GENERATORS) else []
     for name, (endings, marks) in _OUTPUTS.items():
         if (file := getattr(options, name, None)) and file != "-":

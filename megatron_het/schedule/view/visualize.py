@@ -73,9 +73,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule."""
+    """Figures of one schedule."""
 
-    # its name; SlimPipe's variants are ``slimpipe`` (exchange in half slices, vocabulary split), ``slimpipe-helping``
+    # name; SlimPipe's variants are ``slimpipe`` (exchange in half slices, vocabulary split), ``slimpipe-helping``
     # (idle devices help) and ``slimpipe-plain`` (no exchange, vocabulary split)
     schedule: str
     bubble_fraction: float = 0.0  # (makespan - ideal) / ideal

@@ -117,7 +117,7 @@ class Candidate(NamedTuple):
     host_activations: float = 0.0  # share of the activations of each forward that is offloaded to main memory
     # by stage, where they differ; the search does not try that, plans may ask for it
     chunk_counts: tuple[int, ...] = ()
-    # context-parallel ranks hold fixed positions of every slice, whatever documents are there
+    # context-parallel ranks hold fixed positions of every slice, independent of its documents
     cuts_documents: bool = False
     # for a plan whose schedule the search does not try: per stage, the moments at which memory may be largest
     moments: tuple[tuple[Moment, ...], ...] = ()
@@ -403,7 +403,7 @@ class Estimate(NamedTuple):
         return max(self.memory, key=lambda m: m.full)
 
     def memory_of(self, candidate: Candidate, s: int) -> list[tuple[GroupMemory, ...]]:
-        """By group of a stage, the entries of its parts."""
+        """Memory of each group of a stage, one entry per part of the group."""
         mine = iter([m for m in self.memory if m.stage == s])
         return [tuple(next(mine) for _ in candidate.parts_of(g)) for g in candidate.stages[s].groups]
 

@@ -350,7 +350,7 @@ class CatalogCosts:
         """(forward, backward) seconds of attention under context parallelism, from those of a rank's part."""
         model = self.model
         rate = _sharing_rate(gpu, tp, spread)
-        # Of queries that a rank sends to the others, each its part, or gets from them, whatever is more.
+        # Elements of the queries that a rank sends to the others, or that it receives from them if these are more.
         elements = (max(spread.cp, spread.over) - 1) / spread.over * batch * model.seq_length / tp
         if not self.runtime.commuted:  # while one block is used the next arrives; the backward returns gradients too
             ring = elements * 2 * model.kv_size * model.element_bytes / rate

@@ -208,9 +208,9 @@ MEGATRON = Runtime(
 """Stock Megatron as NVIDIA tunes it: overlaps are switched on, loss and gradient accumulation are fused."""
 
 MEGATRON_HET = Runtime(commuted=True, kernels=replace(DEFAULT_KERNELS, logits_bytes=52.0))
-"""What ``emit`` writes: the same kernels, and Megatron's own loss.
+"""Megatron with the flags that ``emit`` writes: the same kernels, and Megatron's unfused loss.
 
-Logits become fp32, and nine kernels read and write them, where Megatron's fused loss has two.
+Logits are converted to fp32, and nine kernels read and write them; Megatron's fused loss has two kernels.
 """
 
 WITHOUT_TE = replace(
@@ -321,7 +321,7 @@ class LayerCost:
     # attention_forward_s, attention_backward_s: the part of the times that grows with the keys before a token
     attention_forward_s: float = 0.0
     attention_backward_s: float = 0.0
-    # fixed_forward_s, fixed_backward_s: additional time of a pass, whatever its number of such layers
+    # fixed_forward_s, fixed_backward_s: additional time of a pass, independent of its number of such layers
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
 

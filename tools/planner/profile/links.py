@@ -19,7 +19,7 @@ _COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatt
 
 
 class Seat(NamedTuple):
-    """Where a rank of the profiling run sits."""
+    """Node and kind of device of a rank in the profiling run."""
 
     rank: int
     node: int

@@ -293,7 +293,7 @@ class Schedule:
         return mixed + estimator.gradient_per_parameter + 4.0 * copies + estimator.optimizer_per_parameter / shards
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
-        """Bytes per parameter that a rank keeps whatever its share of the stage's state."""
+        """Bytes per parameter that a rank holds in full, independent of its share of the stage's state."""
         return float(estimator.model.element_bytes) + estimator.gradient_per_parameter
 
     def activations(self, candidate: Candidate, held: float, kept: float) -> tuple[float, float]:

@@ -83,7 +83,7 @@ class Ministage(Schedule):
         return plain.with_(schedule=self.name, chunks=chunks, zero_stage=1, offload=offload)
 
     def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
-        """With several numbers of ministages, on the GPUs and in main memory."""
+        """Candidates with several numbers of ministages, with the state on the GPUs and in main memory."""
         if not estimator.model.distributed_optimizer:
             return
         least = min(s.layers for s in plain.stages)
@@ -152,7 +152,7 @@ class Ministage(Schedule):
         return 0.0, 0.0, 0.0, host_state(estimator, count, 1 / shards) if candidate.offload else 0.0
 
     def whole_per_parameter(self, estimator: OperatingPoints, like: Candidate) -> float:
-        """Bytes per parameter of a stage that every replica holds, whatever its share of the state."""
+        """Bytes per parameter of a stage that every replica holds in full, independent of its share of the state."""
         return (estimator.model.element_bytes * min(2, like.chunks) + estimator.gradient_per_parameter) / like.chunks
 
     def state_per_parameter(self, estimator: OperatingPoints, like: Candidate, count: int, shards: float) -> float:

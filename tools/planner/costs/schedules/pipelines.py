@@ -43,7 +43,7 @@ class Interleaved(Schedule):
         return total % (len(candidate.stages) * candidate.blocks) == 0
 
     def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
-        """With several numbers of chunks."""
+        """Candidates with several numbers of chunks."""
         alike = len({sum(g.count for g in s.groups) for s in plain.stages}) == 1
         if len(plain.stages) < 2 or not alike or not self.runs(estimator, plain):
             return
@@ -200,7 +200,7 @@ class SlimPipe(Schedule):
         return model.head_dim % 8 == 0 or all(cluster.gpu(cluster.nodes[p].gpu).is_processor for p in candidate.gpus())
 
     def variants(self, estimator: OperatingPoints, plain: Candidate) -> Iterator[Candidate]:
-        """With several numbers of slices; the fewest also where only passes of many sequences are worth a launch."""
+        """Candidates with several numbers of slices; the smallest also for short slices of large microbatches."""
         count, length = len(plain.stages), estimator.model.seq_length
         wanted = [n for n in (count, 2 * count, 4 * count) if length // n >= LEAST_TOKENS]
         if not wanted and length // count * plain.micro_batch_size >= LEAST_TOKENS_OF_PASS:
@@ -292,7 +292,7 @@ class SlimPipe(Schedule):
         return lengths | super().cut(estimator, candidate)
 
     def slice_parts(self, model: Model, plan: Plan) -> Parts:
-        """By the model's documents, and by how the plan cuts sequences."""
+        """Parts of slices by the model's documents and the plan's cuts; empty for equal slices without documents."""
         if model.document_lengths is None and cutting_of(plan).is_even:
             return ()
         cutting, units = cutting_of(plan, _arguments(model)), attention_units(plan)
