@@ -274,8 +274,7 @@ def _validate_args_hook(
                 try:
                     megatron_args.check_device_kind(plan, args.rank, name)
                 except PlanError as error:  # on this rank only
-                    sys.stderr.write(f"megatron_het: {error}\n")
-                    raise SystemExit(2) from None
+                    exit_with(error, {args.rank})
             prepare(args)
             world_size = args.world_size
             args.world_size = megatron_args.apply_plan(plan, Placement(plan), args, args.rank)

@@ -58,7 +58,6 @@ class Controller:
         self._signature: str | None = None
         self._considered, self._prepared = frozenset[int](), frozenset[int]()
         self._asked = self._waits = False
-        self._lost = ""
         self._shown_s = self._tried_s = 0.0
         self._watched_s = time.monotonic()
         self._read, self._unwritten = 0, False
@@ -324,7 +323,6 @@ class Controller:
             return
         self._forget(number)
         self.say(why)
-        self._lost = max(self._lost, why, key=len)  # the text with a reason is longer
         if self._generation is None:
             return
         if number in self._generation.movers:
@@ -471,7 +469,8 @@ class Controller:
             plan, ranks = self._plan(self._pool())
         except NoPlanError as error:
             what = f"{reason}, and there is no plan for what is left" if before else "the job cannot begin"
-            raise members.JobError(f"{what}: {error}{self._lost and f'. {self._lost}'}") from None
+            empty = self._arrivals.without_workers
+            raise members.JobError(f"{what}: {error}{empty and f'. {empty}'}") from None
         number = 0 if before is None else before.number + 1
         holders = () if before is None else tuple(p for p in before.movers if p in self._members)
         nodes = tuple(self._members[process].process.node for process in ranks)
@@ -488,7 +487,7 @@ class Controller:
         self._publish(self._generation)
         self.history[-1]["planned"] = Moment().wall_s
         self._changed = since
-        self._ended, self._wanted, self._failed_since, self._lost = {}, None, None, ""
+        self._ended, self._wanted, self._failed_since = {}, None, None
         self._progress.begin()
         self._considered = frozenset()
         self._save()

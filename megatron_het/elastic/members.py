@@ -283,6 +283,11 @@ class Arrivals:
         """Whether the workers of all nodes have ended and no agent starts others."""
         return not self._expected and len(self._empty) >= self._nodes
 
+    @property
+    def without_workers(self) -> str:
+        """Nodes that have no worker left, with the reasons, as text; empty for none."""
+        return "; ".join(f"{node} has no worker left: {why}" for node, why in sorted(self._empty.items()))
+
     def are_complete(self, pool: Sequence[Process]) -> bool:
         """Whether the job may begin with these workers.
 
@@ -293,7 +298,7 @@ class Arrivals:
         all_came = all(come[node] >= workers for node, workers in self._expected.items())
         if len(come) >= self._nodes and (all_came or now_s - self._came_s > _SETTLE_S):
             return True
-        empty = "; ".join(f"{node} has no worker left: {why}" for node, why in sorted(self._empty.items()))
+        empty = self.without_workers
         if self.nobody_is_left:
             raise JobError(f"all workers ended before the job has begun: {empty}. The workers' logs say more")
         if now_s - self._began_s > self._start_s:

@@ -144,7 +144,7 @@ class Graph:
         kinds, index, other_end, rules = self.kinds, self.index, self.other_end, self.deps.rules
         stateful = deps.Lifetimes.matter(kinds)
         rows = {kind: (kind.needs, kind.fed_by, kind in RECEIVES, rules[kind]) for kind in kinds}
-        known: dict[tuple[int, ...], list[int]] = {}  # who makes what all devices of a pass need
+        known: dict[tuple[int, ...], list[int]] = {}  # makers of the values that all devices of a pass need
         for d, ops in enumerate(self.program.ops):
             state = deps.Lifetimes(self.program, d, kinds) if stateful else None
             steps = {} if state is None else state.steps

@@ -109,7 +109,7 @@ class Needs:
     rule: Callable[[Any], Rule]  # from the dependencies of a program (``deps.Dependencies``)
     own: Value | None = None  # the one value of its own pass that it needs, and nothing else
     begun: Callable[[Any], Rule] | None = None  # from the same, the values whose making must have begun; None for none
-    are_shared: bool = False  # the rule says the same on all devices of a pass, and nothing is received for it
+    are_shared: bool = False  # the rule returns the same values on all devices of a pass, and none is received
 
 
 NO_NEEDS = Needs(lambda deps: deps.nothing)  # also of a receive, which is tied to its send

@@ -81,8 +81,8 @@ def test_when_all_workers_end_before_an_iteration_is_done_the_job_ends_with_thei
     job.step(3)
     assert any("worker 1 on n1 ended with exit code 2: no such data" in line for line in job.said)
     exits(job, 2, "n2", 0, "ended with exit code 3")
-    why = r"no plan.*\. worker 1 on n1 .*data$" if begun else "has begun.*n1 .*no such data.*n2 .*exit code 3"
-    with pytest.raises(JobError, match=why):
+    when = "there is no plan" if begun else "before the job has begun"
+    with pytest.raises(JobError, match=f"{when}.*n1 .*no such data.*n2 .*exit code 3"):
         job.step(3)
 
 

@@ -1,6 +1,8 @@
 """The documentation points at what exists: files, headings, flags, commands and benchmarks."""
 
+import importlib
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -188,3 +190,12 @@ def test_cluster_files_in_the_documentation_are_cluster_files(page: str) -> None
     for text in found:
         document = {"name": "lab", **parse_yaml(text, page)}
         assert cluster_from_document(document, page).nodes
+
+
+def test_the_constants_of_the_search_are_those_of_the_code():
+    rows = re.findall(r"^\| (`[^|]+`) \(`(\w+)\.py`\) \| ([^|]+) \|", prose(Path("docs/search.md")), re.MULTILINE)
+    for names, module, values in rows:
+        found = importlib.import_module(f"tools.planner.search.{module}")
+        code = [attrgetter(name)(found) for name in re.findall(r"`([\w.]+)`", names)]
+        assert code == [float(value.replace(",", "")) for value in values.split(", ")], names
+    assert len(rows) >= 10
