@@ -168,8 +168,7 @@ class Controller:
             self._tell_waiting("a session failed")
         if message.get("unsaved") is not None:
             last = worth.last_iteration(self.history)
-            said = self._saves.note(int(message["generation"]), int(message["unsaved"]), last)
-            if said:
+            if said := self._saves.note(int(message["generation"]), int(message["unsaved"]), last):
                 self.say(f"{said}: {message['error']}")
 
     def _tell_waiting(self, why: str) -> None:
@@ -312,8 +311,7 @@ class Controller:
             self._note_ended(ended)  # its message was for an earlier controller
 
     def _kill(self, number: int, why: str) -> None:
-        member = self._members.get(number)
-        if member is not None:
+        if member := self._members.get(number):
             self.board.put(f"kill/{number}", {"identity": member.identity, "why": why})
 
     def _lose(self, number: int, why: str) -> None:
