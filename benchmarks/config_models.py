@@ -64,8 +64,11 @@ def _layer(parts: dict[str, torch.Tensor], kind: str, config: Any) -> dict[str, 
             end = name.rsplit(".", 1)[1]
             whole = torch.cat([parts[f"self_attn.{part}_proj.{end}"] for part in "qkv"])
             found[f"self_attention.linear_qkv.{end}"] = _by_group(whole, config)
-        elif name.startswith(("self_attn.k_proj.", "self_attn.v_proj.")) or ".up_proj." in name:
+        elif name.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
             continue  # with the one before
+        elif ".up_proj." in name:
+            if name.replace("up_proj", "gate_proj") not in parts:
+                found[name.replace("up_proj", "linear_fc1")] = value
         elif ".gate_proj." in name:
             whole = torch.cat([value, parts[name.replace("gate_proj", "up_proj")]])
             found[name.replace("gate_proj", "linear_fc1")] = whole

@@ -215,6 +215,9 @@ def _without_compiler() -> None:
     must be built before torch's functions are replaced.
     """
     import torch._dynamo
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # likewise the table of ``with torch.device(...)``
 
     def compile_nothing(model: Callable[..., Any] | None = None, **_: Any) -> Any:
         return model if model is not None else lambda function: function

@@ -15,13 +15,13 @@ from megatron_het.plan.schema import layers_of
 from ..errors import PlannerError
 from .files import comment
 from .model_families import (
-    EXPERTS,
     FAMILIES,
     HYBRID,
     INSIDE,
     NOT_OF_THE_MODEL,
     ONLY_WHEN,
     READ_TOGETHER,
+    SAME_AS,
     SHAPES_ONLY,
     Config,
     Reading,
@@ -57,9 +57,11 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     inside = config.get("text_config")
     if isinstance(inside, dict) and kind in INSIDE:
         outer = {key: config[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in config}
-        config, kind = {**outer, **inside}, INSIDE[kind]
+        config, kind = {**outer, **inside}, inside.get("model_type") or INSIDE[str(kind)]
+    kind = SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in FAMILIES:
-        hint = f"Known: {', '.join(sorted({*FAMILIES, *INSIDE}))}; write a model file for others (docs/planner.md)"
+        known = ", ".join(sorted({*FAMILIES, *SAME_AS, *INSIDE}))
+        hint = f"Known: {known}; write a model file for others (docs/planner.md)"
         raise PlannerError(file, "model_type", kind, "unknown architecture", hint)
     reading = Reading(config, kind, file, seq_length)
     reading.flags |= reading.family.flags
@@ -69,7 +71,7 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     reading.document["name"] = _name(config, file)
     # Usual defaults, which do not change results.
     reading.document |= {"distributed_optimizer": True, "sequence_parallel": True}
-    unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - set(SHAPES_ONLY))
+    unread = sorted(set(config) - reading.used - NOT_OF_THE_MODEL - SHAPES_ONLY)
     found = {
         "flags": reading.flags,
         "lost": reading.lost,
@@ -114,7 +116,8 @@ def _sizes(r: Reading) -> None:
     width = r.get("head_dim")
     if width and not latent and width * heads != hidden:
         r.document["head_size"] = r.whole("head_dim")
-    r.used.add("qk_head_dim")
+    if latent and heads > 0 and hidden % heads:  # Megatron wants a width of heads, though these have others
+        r.document["head_size"] = r.whole("qk_nope_head_dim") + r.whole("qk_rope_head_dim")
 
 
 def _kind_of_weights(r: Reading) -> None:
@@ -124,7 +127,7 @@ def _kind_of_weights(r: Reading) -> None:
 
 def _activation(r: Reading) -> None:
     kind = r.get("hidden_act", "silu")
-    gated = r.kind not in ("gpt2", "gpt_neox") and kind != "relu2"
+    gated = r.family.gated and kind != "relu2"
     r.document["gated"] = gated
     if r.kind == "gpt_oss":
         if kind != "silu":
@@ -151,9 +154,9 @@ def _norms(r: Reading) -> None:
         said = "norms of what is compressed have epsilon 1e-6 there, and Megatron has one epsilon for all norms"
         r.notes.append(said)
     use = r.get("use_qk_norm", False)
-    if use and r.kind == "glm4_moe":
+    if use and r.kind != "llama4_text":
         r.flags["qk-layernorm"] = True
-    elif use and r.kind == "llama4_text":
+    elif use:
         if 0 in _rotated(r):
             r.lose("use_qk_norm", True, "Megatron norms queries and keys in layers without positions too")
         else:
@@ -207,7 +210,7 @@ def _positions(r: Reading) -> None:
 
 
 def _latent_attention(r: Reading) -> bool:
-    return r.kind.startswith("deepseek")
+    return "latent" in r.family.parts
 
 
 def _unscaled(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
@@ -262,6 +265,10 @@ def _yarn(r: Reading, kind: str, scaling: dict[str, Any]) -> None:
         if r.flags.get("rotary-percent", 1.0) != 1:
             r.lose("partial_rotary_factor", r.flags["rotary-percent"], "Megatron's yarn turns whole heads")
     r.flags["rotary-scaling-factor"] = float(factor)
+    beta = scaling.get("llama_4_scaling_beta")
+    if beta and (r.seq_length is None or r.seq_length > length):
+        reason = f"a factor of queries that grows with the position; sequences up to {length} are the same"
+        r.lose("rope_scaling.llama_4_scaling_beta", beta, reason)
     if first and second:
         r.flags |= {"mscale": float(first), "mscale-all-dim": float(second)}
     elif second:
@@ -293,17 +300,19 @@ _SCALINGS: dict[str, Callable[[Reading, str, dict[str, Any]], None]] = {
 
 
 def _rotated(r: Reading) -> list[int]:
-    """1 for each layer of Llama 4 with rotary positions, 0 for the others."""
+    """1 for each layer with rotary positions, 0 for the others, of a model that has both."""
     given, step = r.get("no_rope_layers"), r.whole("no_rope_layer_interval")
     return list(given) if given else [int((layer + 1) % step != 0) for layer in range(r.layers)]
 
 
 def _layers_without_positions(r: Reading) -> None:
-    if r.kind != "llama4_text":
+    if "no_rope_layer_interval" not in r.family.defaults:
         return
     without = [1 - int(bool(rotated)) for rotated in _rotated(r)]
     if any(without):
         r.flags["no-rope-freq"] = pattern_text(without)
+    if r.kind != "llama4_text":
+        return
     chunk, floor = r.whole("attention_chunk_size"), r.whole("floor_scale")
     r.used.add("attn_scale")
     if r.seq_length is None or r.seq_length > chunk:
@@ -324,7 +333,7 @@ def _window(r: Reading) -> None:
         return
     if isinstance(kinds, list) and kinds:
         windowed = [int(kind == "sliding_attention") for kind in kinds]
-    elif isinstance(first, int) and r.kind.startswith("qwen"):
+    elif isinstance(first, int):
         windowed = [int(layer >= first) for layer in range(r.layers)]
     elif r.kind in ("gemma2", "gpt_oss"):
         windowed = [int(layer % 2 == 0) for layer in range(r.layers)]
@@ -341,18 +350,14 @@ def _window(r: Reading) -> None:
         r.flags["window-attn-skip-freq"] = pattern_text(windowed)
 
 
+_COUNTS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
 def _experts(r: Reading) -> None:
-    if r.kind not in EXPERTS | {"llama4_text"}:
+    if "experts" not in r.family.parts or (r.kind in HYBRID and SPARSE not in pattern_of(r)):
         return
-    if r.kind in HYBRID and SPARSE not in pattern_of(r):
-        return
-    name = "num_experts" if r.config.get("num_experts") is not None else "num_local_experts"
-    name = "n_routed_experts" if r.kind in ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h") else name
-    count = r.whole(name)
-    if r.kind in ("mixtral", "gpt_oss", "olmoe", "llama4_text"):
-        width = r.whole("intermediate_size")
-    else:
-        width = r.whole("moe_intermediate_size")
+    names = [name for name in _COUNTS_OF_EXPERTS if r.config.get(name) is not None or name in r.family.defaults]
+    count, width = r.whole(names[0] if names else _COUNTS_OF_EXPERTS[0]), r.whole("moe_intermediate_size")
     shared = r.get("shared_expert_intermediate_size") or (r.get("n_shared_experts") or 0) * width
     if r.kind == "llama4_text":
         shared = width
@@ -377,7 +382,7 @@ def _routing(r: Reading) -> None:
         return
     top_k, scores = r.document["experts"]["top_k"], r.get("scoring_func")
     normed, method = r.get("norm_topk_prob", True), r.get("topk_method")
-    usual = "sigmoid" if r.kind in ("deepseek_v3", "glm4_moe", "nemotron_h") else "softmax"
+    usual = r.family.defaults.get("scoring_func", "softmax")
     if scores not in (None, usual):
         r.lose("scoring_func", scores, f"models of this kind have {usual}")
     if method not in (None, "greedy", "noaux_tc" if usual == "sigmoid" else "group_limited_greedy"):
@@ -400,7 +405,7 @@ def _routing(r: Reading) -> None:
         r.flags["moe-router-topk-scaling-factor"] = float(scale)
     if r.kind == "nemotron_h":
         r.flags["moe-router-enable-expert-bias"] = True
-    if r.kind.startswith(("deepseek", "glm", "nemotron")):
+    if usual == "sigmoid" or r.kind == "deepseek_v2":
         r.flags["moe-router-dtype"] = "fp32"
     if r.get("router_jitter_noise"):
         r.flags["moe-input-jitter-eps"] = float(r.number("router_jitter_noise"))
@@ -420,7 +425,7 @@ def _latent(r: Reading) -> None:
 
 
 def _later_tokens(r: Reading) -> None:
-    if r.kind not in ("deepseek_v3", "glm4_moe"):
+    if "later_tokens" not in r.family.parts:
         return
     count = r.get("num_nextn_predict_layers") or 0
     r.document["mtp_num_layers"] = count
@@ -450,7 +455,7 @@ def _only_when(r: Reading) -> None:
     if limit is not None and list(limit) not in ([0.0, math.inf], [0.0, "Infinity"]):
         r.lose("time_step_limit", list(limit), "bounds of steps in Mamba layers: no flag says them")
     for name, (nothing, reason) in ONLY_WHEN.items():
-        value = r.get(name)
+        value = None if name in r.used else r.get(name)  # some families give the name another meaning
         if value is not None and value != nothing:
             r.lose(name, value, reason)
     scale = r.get("query_pre_attn_scalar")

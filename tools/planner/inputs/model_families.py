@@ -34,20 +34,27 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[Literal["experts", "latent", "later_tokens"], ...] = ()
     biases: Literal["qkv", "qkvo", "all"] = "qkvo"
     layer_norm: bool = False
+    gated: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
 
 
 _DATA = data("families.yaml")
 FAMILIES = {kind: Family(**body) for kind, body in _DATA["families"].items()}
-FAMILIES["mistral3_text"] = FAMILIES["ministral"] = FAMILIES["mistral"]
-INSIDE = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
+SAME_AS: Mapping[str, str] = _DATA["same_as"]
+"""Other values of ``model_type``, each with the family that it belongs to."""
+INSIDE: Mapping[str, str] = _DATA["inside"]
 """Multimodal models with a text model in ``text_config``, and the ``model_type`` of that text model."""
-HYBRID = {"nemotron_h", "qwen3_next"}  # models with layers of several kinds
-EXPERTS = HYBRID | {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"}
+ALTERNATING = {
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+}  # each layer is an attention or a delta net, and an MLP
+HYBRID = ALTERNATING | {"nemotron_h"}  # models with layers of several kinds
 NOT_OF_THE_MODEL = frozenset(_DATA["not_of_the_model"])
-SHAPES_ONLY = ("max_position_embeddings", "original_max_position_embeddings", "num_key_value_heads", "qk_head_dim")
+SHAPES_ONLY = frozenset(_DATA["shapes_only"])
 
 ONLY_WHEN: dict[str, tuple[Any, str]] = {name: tuple(row) for name, row in _DATA["only_when"].items()}
 """Fields without a flag in Megatron: the value with which they have no effect, and the reason."""
@@ -123,10 +130,14 @@ def dense_layers(r: Reading) -> list[int]:
         return [layer for layer in range(r.layers) if layer not in sparse]
     first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
     only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
+    last = r.get("moe_layer_end_index", -1)
+    after_dense = range(first, last + 1 if last >= 0 else r.layers)
+    if listed := r.get("mlp_layer_types"):
+        return [layer for layer, kind in enumerate(listed) if kind == "dense"]
     return [
         layer
         for layer in range(r.layers)
-        if layer < first or layer % freq != 0 or layer in only or (layer + 1) % step != 0
+        if layer not in after_dense or layer % freq != 0 or layer in only or (layer + 1) % step != 0
     ]
 
 
@@ -151,11 +162,14 @@ def pattern_of(r: Reading) -> str:
         layers = _listed(r, "hybrid_override_pattern", names)
         count = r.get("num_nextn_predict_layers") or 0
         return layers + count * (LATER + _listed(r, "mtp_hybrid_override_pattern", "mtp_layers_block_type"))
-    if r.kind == "qwen3_next":
-        step, kinds, dense = r.whole("full_attention_interval"), r.get("layer_types"), set(dense_layers(r))
+    if r.kind in ALTERNATING:
+        step, kinds = r.whole("full_attention_interval"), r.get("layer_types")
         kinds = kinds or ["full_attention" if (n + 1) % step == 0 else "linear_attention" for n in range(r.layers)]
         mixers = {"full_attention": ATTENTION, "linear_attention": GATED_DELTA_NET}
-        return "".join(mixers[kind] + (MLP if n in dense else SPARSE) for n, kind in enumerate(kinds))
+        dense = set(dense_layers(r) if "experts" in r.family.parts else range(len(kinds)))
+        mlps = [MLP if layer in dense else SPARSE for layer in range(len(kinds))]
+        layers = "".join(mixers[kind] + mlp for kind, mlp in zip(kinds, mlps, strict=True))
+        return layers + (r.get("mtp_num_hidden_layers") or 0) * (LATER + ATTENTION + mlps[-1])
     return ""
 
 
@@ -167,7 +181,7 @@ def read_kinds_of_layers(r: Reading) -> None:
             raise PlannerError(r.file, "layers_block_type", None, "the file says no layers")
         return
     layers = len(layers_of(pattern))
-    listed = layers // 2 if r.kind == "qwen3_next" else layers  # a layer of qwen3_next is two of Megatron's
+    listed = layers // 2 if r.kind in ALTERNATING else layers  # a layer there is two of Megatron's
     if r.whole("num_hidden_layers", listed) != listed:
         raise PlannerError(r.file, "num_hidden_layers", r.whole("num_hidden_layers"), f"{listed} layers are listed")
     r.document |= {"pattern": pattern} | sizes_of(pattern)
