@@ -204,6 +204,10 @@ def test_flags_of_latent_attention():
         "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
         "--qk-pos-emb-head-dim 64 --v-head-dim 128"
     )
+    # Megatron refuses its fused kernel for latent attention without yarn.
+    without_yarn = Model(**SMALL, latent=x, flags={"rope-type": "rope"})
+    assert "--no-rope-fusion" in model_arguments(plan, without_yarn)
+    assert "--no-rope-fusion" not in model_arguments(plan, model)
 
 
 def test_slices_cache_what_is_compressed():

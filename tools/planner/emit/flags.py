@@ -100,6 +100,8 @@ def _attention_flags(options: Model) -> dict[str, FlagValue]:
             found["window-attn-skip-freq"] = options.window_period
     if options.latent is not None:
         found["multi-latent-attention"] = True
+        if options.flags.get("rope-type") == "rope":
+            found["no-rope-fusion"] = True  # Megatron's fused kernel of latent attention knows yarn only
     return found | _size_flags("latent", options.latent)
 
 
