@@ -244,8 +244,7 @@ def _queries_and_latents(
         query, _ = attention.linear_q_up_proj(queries)
     query = query.view(*query.shape[:2], w.heads, w.plain + w.rotary)
     rotate = _rotation(attention, packed_seq_params)
-    turned = rotate(query[..., w.plain :])
-    query = torch.cat((query[..., : w.plain], turned), dim=-1)
+    query = torch.cat((query[..., : w.plain], rotate(query[..., w.plain :])), dim=-1)
     query = torch.nn.functional.pad(query, (0, w.head - query.shape[-1]))
     key = torch.cat((latents.unsqueeze(2), rotate(shared.unsqueeze(2))), dim=-1)
     return query, key, key[..., :0], queries, latents

@@ -346,8 +346,7 @@ class _Maker:
                 self._say(f"one sequence does not fit at ZeRO-{zero} on {', '.join(problems)}")
                 return None
             self._pass_s = pass_seconds(zero, opened["links"], opened["amounts"])
-            largest = self._largest(process)
-            return self._curve(process, zero, largest)
+            return self._curve(process, zero, self._largest(process))
 
     def _largest(self, process: MeasuringProcess) -> int:
         """Sequences of the largest pass that fits, by doubling and then bisection.

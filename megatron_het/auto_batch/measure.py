@@ -77,8 +77,7 @@ def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Ex
     Raises:
         ExchangeError: A rank has failed, or does not answer.
     """
-    placement = Placement(plan)
-    where = placement.locate(rank)
+    where = Placement(plan).locate(rank)
     replica = plan.stages[where.stage].replicas[where.replica]
     exchange.gather("cp-shares/ready", True)
     seconds = _seconds(plan, replica, platform, exchange) if replica.cp > 1 else 0.0

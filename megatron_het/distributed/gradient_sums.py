@@ -295,13 +295,11 @@ def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) 
     them over the replicas before.  Call this once the optimizer has its shards: later nothing else reads
     these attributes.
     """
-    for chunk in model:
-        marked: Iterator[tuple[str, Any]] = chunk.named_parameters()
-        for name, parameter in marked:
-            if getattr(parameter, "main_param_sharded", False):
-                parameter.main_param_sharded = False
-            elif not _is_first_copy(name, groups):
-                parameter.shared = True
+    for name, parameter in (named for chunk in model for named in chunk.named_parameters()):
+        if getattr(parameter, "main_param_sharded", False):
+            parameter.main_param_sharded = False  # type: ignore[attr-defined]
+        elif not _is_first_copy(name, groups):
+            parameter.shared = True  # type: ignore[attr-defined]
 
 
 def _is_first_copy(name: str, groups: PlanGroups) -> bool:
@@ -320,11 +318,9 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
     where = placement.locate(groups.rank)
     primary = placement.classes(where.stage)[0]
     counts = placement.replica(where.stage, where.replica).cut == primary
-    for chunk in model:
-        marked: Iterator[tuple[str, Any]] = chunk.named_parameters()
-        for name, parameter in marked:
-            if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
-                parameter.shared = True
+    for name, parameter in (named for chunk in model for named in chunk.named_parameters()):
+        if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
+            parameter.shared = True  # type: ignore[attr-defined]
 
 
 # Weights in fp8 (``--fp8-param-gather``) have two initial values.

@@ -109,9 +109,8 @@ def chosen_transport(seat: Seat, platform: Any) -> Any:
 
 def pairs_of(plan: Plan) -> list[tuple[int, int]]:
     """Pairs of ranks that transfer activations or gradients, the lower rank first."""
-    programs = list(build(plan).values())
-    boundaries = boundary_map(Placement(plan))
-    return sorted({(min(edge), max(edge)) for edge in edges(programs, boundaries)})
+    found = edges(list(build(plan).values()), boundary_map(Placement(plan)))
+    return sorted({(min(edge), max(edge)) for edge in found})
 
 
 def rounds_of(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> list[list[tuple[int, int]]]:

@@ -288,8 +288,7 @@ class Copies:
         self._break(links)
 
     def _swap(self, links: Links, snapshot: Snapshot, block: torch.Tensor, number: int) -> None:
-        sent = snapshot.pieces[:number]
-        size = _end(sent)
+        size = _end(snapshot.pieces[:number])
         document = snapshot.document(*_FIELDS, pieces=number)
         head = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         receivers = [] if self._keeper is None else [self._keeper]

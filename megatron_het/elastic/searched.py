@@ -66,9 +66,7 @@ class Search:
         key = hashlib.sha256(document.encode()).hexdigest()[:16]
         cluster, out = self.folder / f"cluster-{key}.yaml", self.folder / f"plan-{key}.json"
         write_text(cluster, document)
-        done = self._planner("plan", "--cluster", str(cluster), "--out", str(out))
-        if done.returncode:
-            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
+        self._planner("plan", "--cluster", str(cluster), "--out", str(out))
         return load_plan(out)
 
     def better(self, document: str, plan: Plan, measured: dict[str, Any], change_s: float) -> Learned | None:
@@ -85,19 +83,15 @@ class Search:
         key = hashlib.sha256(json.dumps(measured).encode()).hexdigest()[:16]
         folder = self.folder / f"measured-{key}"
         files = write_run(folder, plan, document, measured)
-        done = self._planner("replan", str(folder), *files, "--restart-s", f"{change_s:g}", "--json")
-        if done.returncode == 1:
-            return None
-        if done.returncode:
-            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
-        return read_better(folder, done.stdout)
+        done = self._planner("replan", str(folder), *files, "--restart-s", f"{change_s:g}", "--json", answers=(0, 1))
+        return None if done.returncode else read_better(folder, done.stdout)
 
     def with_profile(self, profile: Path | None) -> "Search":
         """Returns a copy with another profile."""
         return replace(self, profile=profile)
 
-    def _planner(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of the planner, in bounded time."""
+    def _planner(self, *words: str, answers: Sequence[int] = (0,)) -> subprocess.CompletedProcess[str]:
+        """Run a command of the planner, in bounded time; exit codes other than ``answers`` raise NoPlanError."""
         command = [sys.executable, "-m", planner_package(), *words, "--model", str(self.model)]
         command += ["--limit-s", f"{self.limit_s:g}"]
         command += [] if self.profile is None else ["--profile", str(self.profile)]
@@ -105,9 +99,12 @@ class Search:
             command = [nice, "-n", "10", *command]
         bound_s = 4 * self.limit_s + 60
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=bound_s, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=bound_s, check=False)
         except subprocess.TimeoutExpired:
             raise NoPlanError(f"the planner did not end within {bound_s:g} s") from None
+        if done.returncode not in answers:
+            raise NoPlanError(done.stderr.strip() or f"the planner ended with exit code {done.returncode}")
+        return done
 
 
 class SearchedPlans(Planner):
