@@ -18,6 +18,7 @@ from megatron_het.checkpoint.choice import (
     agreed_problems,
     check_optimizer_state,
     choose,
+    common_state,
     repair_tracker,
 )
 from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
@@ -139,8 +140,7 @@ def translation_for(args: Any, folder: Path) -> Translation | None:
     if not any(key.startswith(_NORMS[other]) for key in saved):
         return None
     if pattern is None:
-        common = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
-        pattern = getattr(common, "hybrid_layer_pattern", None) or ""
+        pattern = getattr(common_state(folder).get("args"), "hybrid_layer_pattern", None) or ""
     layers, stacked = _layers_in(saved)
     attention, rest = _paired(pattern, folder, RECURRENT if mine == "hybrid" else ())
     count = layers if mine == "hybrid" else args.num_layers
@@ -249,11 +249,11 @@ class LoadHook:
 
         @functools.wraps(original)
         def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
-            from megatron.core import dist_checkpointing
             from megatron.training import get_args
+            from megatron.training.utils import print_rank_0
 
-            args = get_args()
-            if keywords.get("load_arg", "load") == "load":
+            args, is_own = get_args(), keywords.get("load_arg", "load") == "load"
+            if is_own:
                 restored = self._restore(*positional[:3])
                 if args.load == NOTHING_TO_LOAD:
                     args.load, restored = None, restored or (0, 0)
@@ -261,11 +261,8 @@ class LoadHook:
                     return restored
             shown: dict[str, Any] = {"tensor_model_parallel_size": self._shown_tp, "no_load_rng": True}
             shown["no_save_optim"] = False  # Megatron would not load the moments, and train on with those in memory
-            folder: Path | None = None
-            translation: Translation | None = None
-            if args.load and keywords.get("load_arg", "load") == "load":
-                folder, translation, chosen = whole_checkpoint(args)
-                shown |= chosen
+            folder, translation, chosen = whole_checkpoint(args) if args.load and is_own else (None, None, {})
+            shown |= chosen
             if positional:  # calls in any other form are for a model that is not trained
                 self._prepare(*positional[:2])
             optimizer = positional[1] if len(positional) > 1 else None
@@ -278,8 +275,13 @@ class LoadHook:
                 _with_a_remedy(),
             ):
                 iteration, flops = original(*positional, **keywords)
+            saved = common_state(folder).get("args") if folder is not None else None
+            before, now = (getattr(one, "padded_vocab_size", None) for one in (saved, args))
+            if None not in (before, now) and before != now:
+                print_rank_0(
+                    f"het: the vocabulary had {before} rows, {now} change the loss: add --padded-vocab-size {before}"
+                )
             if iteration and folder is not None and not args.finetune:
-                saved = dist_checkpointing.load_common_state_dict(str(folder)).get("args")
                 if not args.no_load_optim:
                     take_loss_scale(optimizer, saved, self._divisor)
                 if not args.no_load_rng:

@@ -38,6 +38,7 @@ def arguments(load: Path, **changed: Any) -> SimpleNamespace:
         "no_load_optim": False,
         "no_save_optim": True,
         "finetune": False,
+        "padded_vocab_size": 640,
     }
     return SimpleNamespace(**{**given, **changed})
 
@@ -64,6 +65,7 @@ def test_states_of_the_loaded_checkpoint(
     expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from megatron import training
     from megatron.core import dist_checkpointing
@@ -73,7 +75,7 @@ def test_states_of_the_loaded_checkpoint(
     if temporary is not None:
         save(tmp_path / "non_persistent", temporary)
     plan = read(document())
-    common = {"args": SimpleNamespace(het_topology=topology_hash(plan))}
+    common = {"args": SimpleNamespace(het_topology=topology_hash(plan), padded_vocab_size=608)}
     seen: list[str] = []
     monkeypatch.setattr(training, "get_args", lambda: arguments(tmp_path, **changed))
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", lambda path: seen.append(path) or common)
@@ -86,6 +88,7 @@ def test_states_of_the_loaded_checkpoint(
     monkeypatch.setattr(loading, "whole_checkpoint", lambda args: (chosen.folder, None, {}))  # no files are here
     assert loading.LoadHook(plan, lambda *_: None, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
     assert seen == [str(tmp_path / expected)] * 3
+    assert "--padded-vocab-size 608" in capsys.readouterr().out
 
 
 def test_another_length_of_the_training_is_told_with_its_remedy(
