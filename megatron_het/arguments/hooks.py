@@ -281,7 +281,7 @@ def _validate_args_hook(
             try:
                 result = original(args, defaults or {})
                 args.world_size = world_size
-                megatron_args.check_skipping(plan, args)  # validation has read more iterations to skip from a file
+                megatron_args.check_chunks(plan, args)  # validation has read more iterations to skip from a file
                 check_tracked_form(args)
             except (PlanError, CheckpointError) as error:
                 exit_with(error, _speakers(plan, args.rank))

@@ -82,6 +82,10 @@ _REFUSED_WHERE_MIXED = (
     ),
 )
 """Refusals for stages whose replicas divide weights in different ways: weights would diverge, or files be damaged."""
+_REFUSED_WITH_CHUNKS = (
+    Refusal("iterations_to_skip", "Megatron reads their batches from one of several iterators"),
+    Refusal("heterogeneous_layers_config_path", "Megatron takes the layers of a stage without asking for the chunk"),
+)
 
 
 def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
@@ -107,7 +111,7 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     _check_parallelism(plan, args)
     _check_recompute(plan, args)
     _check_fp8(plan, args)
-    check_skipping(plan, args)
+    check_chunks(plan, args)
     _check_checkpoint(plan, args)
     check_async_save(args)
     for feature, options in features_of(plan):
@@ -330,15 +334,10 @@ def _check_fp8_rows(plan: Plan, args: Any, unit: int) -> None:
                     )
 
 
-def check_skipping(plan: Plan, args: Any) -> None:
-    """Refuse skipped iterations with several chunks: Megatron reads their batches from one of several iterators.
-
-    Raises:
-        PlanError: Iterations are to be skipped, and the plan has several chunks per stage.
-    """
-    if getattr(args, "iterations_to_skip", None) and plan.most_chunks > 1:
-        problem = f"Megatron cannot skip iterations with {plan.most_chunks} chunks per stage"
-        raise PlanError("--iterations-to-skip", " ".join(map(str, args.iterations_to_skip)), problem, "Use one chunk")
+def check_chunks(plan: Plan, args: Any) -> None:
+    """Refuse what Megatron cannot do with several chunks per stage; raises PlanError."""
+    for refusal in _REFUSED_WITH_CHUNKS if plan.most_chunks > 1 else ():
+        refusal.check(args, f"{plan.most_chunks} chunks per stage")
 
 
 def _check_checkpoint(plan: Plan, args: Any) -> None:

@@ -37,6 +37,9 @@ class Documents(Feature):
         for refusal in ATTENTION_REFUSED:
             refusal.check(args, flag_of(flag))
         check_reach(args)
+        if flag == BY_TOKEN and getattr(args, "create_attention_mask_in_dataloader", None) is False:
+            problem = f"Megatron makes no mask then and ignores {flag_of(flag)}, which a plan would obey"
+            raise PlanError("--no-create-attention-mask-in-dataloader", True, problem, "Leave one of the two out")
         if flag == BY_TOKEN and getattr(args, "window_size", None):
             problem = "Megatron's own attention forgets documents in layers with a sliding window"
             hint = f"Use {flag_of(BY_DATASET)}, with which a window ends at its document"

@@ -61,6 +61,7 @@ def test_accepted() -> None:
 
 SINKHORN: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}
 TWO_LOSSES: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
+KINDS_OF_LAYERS = {"heterogeneous_layers_config_path": "f"}
 SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
 
 
@@ -385,7 +386,9 @@ def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> Non
     ("plan", "changed", "reason"),
     [
         (more_stages(4), {"reset_position_ids": True}, None),
-        (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, "--iterations-to-skip = '3 4'.*2 chunks"),
+        (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, r"--iterations-to-skip = \[3, 4\].*2 chunks"),
+        (more_stages(2, chunks=2), KINDS_OF_LAYERS, "--heterogeneous-layers-config-path = 'f': .*2 chunks per stage"),
+        (more_stages(4), KINDS_OF_LAYERS, None),
         (more_stages(4), {"iterations_to_skip": [3, 4]}, None),
         (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards"),
         (LATER, {**DETACHED, "overlap_grad_reduce": True}, "--mtp-detach-heads = True.*gets no gradient"),

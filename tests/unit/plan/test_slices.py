@@ -123,6 +123,7 @@ def test_accepted(schedule: str) -> None:
             "--reset-attention-mask.*forgets documents.*--dataloader-inter-document-masking",
         ),
         ({"reset_attention_mask": True, "position_embedding_type": "mrope"}, "positions of slices"),
+        ({"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}, "makes no mask"),
         (
             {"dataloader_inter_document_masking": True, "iterations_to_skip": [3]},
             "--dataloader-inter-document-masking.*skip iterations",
