@@ -102,13 +102,12 @@ def _name(config: Config, file: str) -> str:
 def _sizes(r: Reading) -> None:
     hidden, heads = r.whole("hidden_size"), r.whole("num_attention_heads")
     latent = _latent_attention(r)
-    ffn = r.get("intermediate_size_mlp") if r.kind == "llama4_text" else None
     r.document |= {
         "num_layers": r.whole("num_hidden_layers", len(layers_of(pattern_of(r))) or None),
         "hidden_size": hidden,
-        "ffn_hidden_size": ffn
-        or (4 * hidden if r.kind == "gpt2" and not r.get("intermediate_size") else None)
-        or r.whole("intermediate_size"),
+        "ffn_hidden_size": 4 * hidden
+        if r.kind == "gpt2" and not r.get("intermediate_size")
+        else r.whole("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": heads if latent else r.get("num_key_value_heads") or heads,
         "vocab_size": r.whole("vocab_size"),
@@ -335,8 +334,6 @@ def _window(r: Reading) -> None:
         windowed = [int(kind == "sliding_attention") for kind in kinds]
     elif isinstance(first, int):
         windowed = [int(layer >= first) for layer in range(r.layers)]
-    elif r.kind in ("gemma2", "gpt_oss"):
-        windowed = [int(layer % 2 == 0) for layer in range(r.layers)]
     elif isinstance(step, int) and step > 0:
         windowed = [int((layer + 1) % step != 0) for layer in range(r.layers)]
     else:
@@ -358,10 +355,8 @@ def _experts(r: Reading) -> None:
         return
     names = [name for name in _COUNTS_OF_EXPERTS if r.config.get(name) is not None or name in r.family.defaults]
     count, width = r.whole(names[0] if names else _COUNTS_OF_EXPERTS[0]), r.whole("moe_intermediate_size")
-    shared = r.get("shared_expert_intermediate_size") or (r.get("n_shared_experts") or 0) * width
-    if r.kind == "llama4_text":
-        shared = width
-    r.used |= {"n_shared_experts"} if r.kind == "nemotron_h" else set()  # the width above is that of all together
+    number = r.get("n_shared_experts") or 0
+    shared = r.get("shared_expert_intermediate_size") or number * width
     dense = [] if r.kind in HYBRID else dense_layers(r)
     if dense and len(dense) == r.layers:
         return

@@ -124,16 +124,14 @@ class Reading:
 
 def dense_layers(r: Reading) -> list[int]:
     """Numbers of the layers without experts."""
-    if r.kind == "llama4_text":
-        step, given = r.whole("interleave_moe_layer_step"), r.get("moe_layers")
-        sparse = set(given) if given else {n for n in range(r.layers) if (n + 1) % step == 0}
-        return [layer for layer in range(r.layers) if layer not in sparse]
     first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
     only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
     last = r.get("moe_layer_end_index", -1)
     after_dense = range(first, last + 1 if last >= 0 else r.layers)
     if listed := r.get("mlp_layer_types"):
         return [layer for layer, kind in enumerate(listed) if kind == "dense"]
+    if sparse := r.get("moe_layers"):
+        return [layer for layer in range(r.layers) if layer not in sparse]
     return [
         layer
         for layer in range(r.layers)
