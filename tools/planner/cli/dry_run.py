@@ -269,9 +269,8 @@ def _row(plan: Plan, kind: RankKind, found: dict[str, Any] | None) -> dict[str, 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Any]:
     """Returns what people read."""
-    memory = table(
-        "Memory at the peak (GiB)", *("rank", "param.", "grad.", "optim.", "activ.", "cache", "temp.", "total", "plan")
-    )
+    columns = ("rank", "param.", "grad.", "optim.", "activ.", "cache", "temp.", "total", "plan without temp.")
+    memory = table("Memory at the peak (GiB)", *columns)
     work = table(
         "Work of one iteration", *("rank", "ranks", "stage", "TFLOP", "sent GiB", "collective GiB", "peak at", "s")
     )
