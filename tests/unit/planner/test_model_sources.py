@@ -69,7 +69,7 @@ def test_what_a_config_lacks_or_cannot_be(tmp_path):
     with pytest.raises(PlannerError, match="--seq-length"):
         load_model(file)
     for change, word in (
-        ({"model_type": "rwkv"}, "unknown architecture"),
+        ({"model_type": "qwen3_6"}, "unknown architecture. Near: qwen3_5, "),
         ({"model_type": ["llama"]}, "unknown architecture"),
         ({"num_hidden_layers": "many"}, "whole number"),
         ({"num_hidden_layers": True}, "whole number"),

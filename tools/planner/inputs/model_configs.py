@@ -3,6 +3,7 @@
 ``RULES`` and ``FAMILIES`` list all known fields; ``python -m benchmarks.configs`` makes the tables of docs/models.md.
 """
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,10 +59,13 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
     if isinstance(inside, dict) and kind in INSIDE:
         outer = {key: config[key] for key in ("torch_dtype", "dtype", "tie_word_embeddings") if key in config}
         config, kind = {**outer, **inside}, inside.get("model_type") or INSIDE[str(kind)]
-    kind = SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
+    kind = SAME_AS.get(str(kind), kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *SAME_AS, *INSIDE}))
-        hint = f"Known: {known}; write a model file for others (docs/planner.md)"
+        near = (
+            difflib.get_close_matches(kind, {*FAMILIES, *SAME_AS, *INSIDE}, cutoff=0.5) if isinstance(kind, str) else ()
+        )
+        hint = f"Near: {', '.join(near)}. " if near else ""
+        hint += "All known ones are in docs/models.md; write a model file for others (docs/planner.md)"
         raise PlannerError(file, "model_type", kind, "unknown architecture", hint)
     reading = Reading(config, kind, file, seq_length)
     reading.flags |= reading.family.flags
