@@ -170,18 +170,19 @@ signal.pause()
 """
 
 
-def start(tmp_path: Path, code: str = "", **launch: Any) -> tuple[subprocess.Popen[str], Path]:
-    """The batch script of a job on one node, and the file of what its commands were asked."""
+def start(tmp_path: Path, code: str = "", then: str = "", **launch: Any) -> tuple[subprocess.Popen[str], Path]:
+    """The batch script of a job on one node, with a line after the start; the file of what its commands were asked."""
     for name, text in {**COMMANDS, "rank": RANK}.items():
         program(tmp_path / "bin" / name, text if name == "rank" else f"#!/bin/bash\n{text}\n")
     plan = make_plan(((8,), [((0,), (0, 1, 2, 3), "big")]))
     out = tmp_path / "a run"
     emitted = emit(plan, out, KINDS, {}, LaunchOptions(run_dir=str(out), **launch))
-    notes = tmp_path / "notes"
+    notes, script = tmp_path / "notes", emitted.files["train.sbatch"]
+    script.write_text(script.read_text().replace(" &\n", f" &\n{then}\n"))
     own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(notes), "SLURM_JOB_ID": "7"}
     own |= {"PYTHON": str(tmp_path / "bin" / "rank"), "SLURM_JOB_NODELIST": "n1", "CODE": code, "FROM_PROLOGUE": "no"}
     job = subprocess.Popen(
-        ["bash", str(emitted.files["train.sbatch"])],
+        ["bash", str(script)],
         env={**os.environ, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -225,6 +226,12 @@ def test_near_the_end_of_its_time_a_job_saves_and_goes_on(
     assert asked or lines[-1].startswith("rank")
     assert "--exit-signal-handler --exit-signal SIGUSR1" in notes.read_text()
     assert job.returncode == (-signal.SIGKILL if asked.startswith("requeue") else 0)
+
+
+def test_a_notice_right_after_the_start_is_heard(tmp_path: Path) -> None:
+    then = 'until grep -q "^rank" "$NOTES"; do sleep 0.05; done; kill -USR1 $$'
+    job, _ = start(tmp_path, then=then, at_time_limit="stop")
+    assert "stopped after iteration 6" in job.communicate(timeout=30.0)[0]
 
 
 def test_the_exit_code_is_that_of_the_ranks(tmp_path: Path) -> None:
