@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -262,7 +263,7 @@ class Agent:
             stdin=subprocess.DEVNULL,
             stdout=log.pipe,
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent if _LIBC else None,  # noqa: PLW1509  one prctl, no lock
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()) if _LIBC else None,  # noqa: PLW1509  no lock
             start_new_session=True,  # see end_all
         )
         log.started()
@@ -352,9 +353,9 @@ def _end_session(leader: int) -> None:
 
 
 def _last_words(said: bytes) -> str:
-    """Returns the last message of megatron_het in a worker's output, such as a refusal; empty if there is none."""
+    """Returns the last message of megatron_het or of a parser in a worker's output, like a refusal; empty for none."""
     lines = said.decode(errors="replace").splitlines()
-    own = [line for line in lines if line.startswith("megatron_het: ")]
+    own = [line for line in lines if line.startswith("megatron_het: ") or ": error: " in line]
     return f": {own[-1].removeprefix('megatron_het: ')[:_LONGEST_WORDS]}" if own else ""
 
 
@@ -363,7 +364,9 @@ def _is_meant(worker: _Worker, document: Any) -> bool:
     return document is not None and document["identity"] in ("", worker.identity)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(agent: int) -> None:
     """Have the kernel end the worker when its agent is killed, because no process would monitor it."""
     assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent:  # it was killed before
+        os._exit(1)

@@ -110,7 +110,7 @@ class Controller:
             if reason := self._lessons.reason(generation, self._members):
                 self._considered, self._prepared = frozenset(p.number for p in self._pool()), frozenset()
                 self._want(reason)
-            self._perhaps_change(generation)
+            self._consider_change(generation)
         return False
 
     # -- messages of agents and workers ----------------------------------------------------------
@@ -348,7 +348,7 @@ class Controller:
         without = ([p for p in pool if p.node != node] for node in sorted({p.node for p in pool}))
         self.planner.prepare([pool, *(left for left in without if left)])
 
-    def _perhaps_change(self, generation: Generation) -> None:
+    def _consider_change(self, generation: Generation) -> None:
         """Change the plan if nodes leave, or if newcomers allow a better one; every pool is considered once."""
         pool = self._pool()
         staying = frozenset(process.number for process in pool)
@@ -422,18 +422,18 @@ class Controller:
         for process in running:
             self._kill(process, "it did not leave its session")
             self._lose(process, f"worker {process} did not leave its session in {self.bounds.leave_s:g} s")
-        if not self._can_go_on(self._failed_since):
+        if self._waits_for_workers(self._failed_since):
             return
         dead = sum(process not in self._members for process in generation.ranks)
         if not dead and self._failed_since.ago_s() < self._failures.pause_s:
             return
-        if dead or not self._leads_back(generation):
+        if dead or not self._gives_up_plan(generation):
             self._failures.note(self._reached(), dead, {e["error"] for e in self._ended.values() if e["error"]})
         lost = "1 rank was lost" if dead == 1 else f"{dead} ranks were lost"
         self._next(lost if dead else "a session failed", self._failed_since)
 
-    def _leads_back(self, generation: Generation) -> bool:
-        """Whether to give up a plan that was refused, or failed twice before it trained, while another plan trained."""
+    def _gives_up_plan(self, generation: Generation) -> bool:
+        """Give up a plan that was refused, or failed twice before it trained, if another one trained; says if so."""
         plan, key = generation.plan, plan_hash(generation.plan)
         if not self._proved or plan in self._proved:
             return False
@@ -446,19 +446,18 @@ class Controller:
         self.say(f"plan {key} is given up: {why}")
         return True
 
-    def _can_go_on(self, since: Moment) -> bool:
-        """Whether there is a plan for the remaining workers; waits for a while for new workers of the agents."""
+    def _waits_for_workers(self, since: Moment) -> bool:
+        """Wait for new workers of the agents where no plan fits the present ones; returns whether to go on waiting."""
+        waits = False
         try:
             self._plan(self._pool())
         except NoPlanError as error:
-            if since.ago_s() >= self.bounds.return_s or (not self._proved and self._arrivals.nobody_is_left):
-                return True  # the next step reports it
-            if not self._waits:
+            may_come = bool(self._proved) or not self._arrivals.nobody_is_left
+            waits = may_come and since.ago_s() < self.bounds.return_s  # later the next generation reports it
+            if waits and not self._waits:
                 self.say(f"{error}. Workers may come back for {self.bounds.return_s:g} s")
-            self._waits = True
-            return False
-        self._waits = False
-        return True
+        self._waits = waits
+        return waits
 
     def _next(self, reason: str, since: Moment) -> None:
         before = self._generation

@@ -90,7 +90,7 @@ class Severing:
     def during(self, key: str) -> Iterator[None]:
         """Context that assigns new connections to one session, whose key is for :meth:`cut`."""
         with self._lock:
-            self._key, self._older = key, {_inode(one) for one in sockets()}
+            self._key, self._older = key, {_inode_of(one.fileno()) for one in sockets()}
             self._has_aborted = False
         try:
             yield
@@ -112,7 +112,7 @@ class Severing:
             spared = self._older | {_inode_of(number) for one in pythons if (number := one.fileno()) >= 0}
             controller = {(address, self._port) for address in _addresses(self._host)}
             for one in sockets():
-                if _inode(one) in spared or _peer(one) in controller:
+                if _inode_of(one.fileno()) in spared or _peer(one) in controller:
                     continue
                 with contextlib.suppress(OSError):  # it is not connected, or not any more
                     one.shutdown(socket.SHUT_RDWR)
@@ -134,10 +134,6 @@ def sockets() -> Iterator[socket.socket]:
                 is_stream = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                 if is_stream and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _NOT_CONNECTED:
                     yield one
-
-
-def _inode(one: socket.socket) -> int:
-    return _inode_of(one.fileno())
 
 
 def _inode_of(descriptor: int) -> int:

@@ -337,12 +337,11 @@ class Failures:
         # A failure at the same iteration without a lost rank counts as repeated, whatever happened in between.
         self._repeated = self._repeated + 1 if not dead and reached <= self._at else 0
         self._in_a_row, self._at = self._in_a_row + 1, max(reached, self._at)
-        most = max(self._in_a_row, self._repeated)
-        if most > _MOST:
-            raise JobError(
-                f"{most} generations failed in a row, at iteration {reached}: "
-                f"{'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more"
-            )
+        if max(self._in_a_row, self._repeated) > _MOST:
+            what = f"{self._in_a_row} generations failed in a row, at iteration {reached}"
+            if self._in_a_row <= _MOST:
+                what = f"{self._repeated + 1} generations failed, and none has passed iteration {self._at}"
+            raise JobError(f"{what}: {'; '.join(sorted(errors)) or 'workers died'}. The workers' logs say more")
 
 
 class Saves:

@@ -149,7 +149,7 @@ def test_what_fails_again_and_again_at_one_place_ends_the_job(tmp_path: Path):
     # An iteration is done in between, so that a session has begun well each time.
     job = halved(tmp_path, return_s=600.0)
     job.come(3, node="n2")
-    with pytest.raises(JobError, match="generations failed in a row, at iteration 3"):
+    with pytest.raises(JobError, match="5 generations failed, and none has passed iteration 3"):
         for generation in range(1, 12):
             job.step()
             job.opened(generation, iteration=2)

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import functools
 import json
 import os
 import signal
@@ -83,6 +84,12 @@ def test_a_log_is_bounded_and_a_full_disk_ends_nobody(monkeypatch: pytest.Monkey
     os.write(log.pipe, b"megatron_het: why\n")
     log.started()
     assert agents._last_words(log.ended()) == ": why"
+    assert agents._last_words(b"usage: worker.py\nworker.py: error: --x\n") == ": worker.py: error: --x"
+
+
+def test_a_worker_ends_whose_agent_was_killed_before_the_kernel_knew() -> None:
+    begin = functools.partial(agents._die_with_parent, agent=0)
+    assert subprocess.run(["sleep", "60"], preexec_fn=begin, check=False).returncode == 1
 
 
 def test_a_plan_is_kept_for_its_generation_and_elsewhere_where_the_disk_is_full(tmp_path: Path) -> None:
