@@ -72,9 +72,14 @@ def _fault(rng: random.Random, pool: Pool, act: str, point: str = "operation", *
     return found | more
 
 
-def _one(act: str, point: str = "operation", **more: Any) -> Callable[[random.Random, Pool], Trial]:
-    """Returns a function that makes trials with one fault; ``more`` are fields of a trial."""
-    return lambda rng, pool: Trial("", pool, (_fault(rng, pool, act, point),), **more)
+def _one(act: str, *points: str, **more: Any) -> Callable[[random.Random, Pool], Trial]:
+    """Returns a function that makes trials with one fault, at one of some points; ``more`` are fields of a trial."""
+
+    def make(rng: random.Random, pool: Pool) -> Trial:
+        point = rng.choice(points) if len(points) > 1 else (*points, "operation")[0]
+        return Trial("", pool, (_fault(rng, pool, act, point),), **more)
+
+    return make
 
 
 def _kill(rng: random.Random, pool: Pool) -> Trial:
@@ -108,14 +113,6 @@ def _truncated(rng: random.Random, pool: Pool) -> Trial:
     return Trial("", pool, (fault,), ("--copy-every", "0"), 3)
 
 
-def _full_disk(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("", pool, (_fault(rng, pool, "kill"),), (), 4, disk_bytes=1)
-
-
-def _stall(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("", pool, (_fault(rng, pool, "stall", rng.choice(("operation", "copy"))),))
-
-
 def _vanish(rng: random.Random, pool: Pool) -> Trial:
     point = rng.choice(("operation", "operation", "copy", "moving"))
     fault = _fault(rng, pool, "vanish", point)
@@ -123,10 +120,6 @@ def _vanish(rng: random.Random, pool: Pool) -> Trial:
         return Trial("", pool, (fault,), node_returns=rng.random() < 0.5)
     first = _fault(rng, pool, "kill", node=rng.choice([name for name in pool.names if name != fault["node"]]), slot=0)
     return Trial("", pool, (first, fault | {"after": 1}), node_returns=rng.random() < 0.5)
-
-
-def _link(rng: random.Random, pool: Pool) -> Trial:
-    return Trial("", pool, (_fault(rng, pool, "link", rng.choice(("operation", "operation", "copy"))),))
 
 
 def _disk(rng: random.Random, pool: Pool) -> Trial:
@@ -188,10 +181,10 @@ _MAKERS: dict[str, Callable[[random.Random, Pool], Trial]] = {
     "in a save": _save,
     "in a reconfiguration": _reconfiguration,
     "truncated checkpoint": _truncated,
-    "full disk": _full_disk,
-    "stalled connection": _stall,
+    "full disk": _one("kill", saves_every=4, disk_bytes=1),
+    "stalled connection": _one("stall", "operation", "copy"),
     "vanished node": _vanish,
-    "stalled link": _link,
+    "stalled link": _one("link", "operation", "operation", "copy"),
     "disk of the folder": _disk,
     "clock jumps": _clock,
     "second controller": _one("second controller", unchanged=True),

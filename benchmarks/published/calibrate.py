@@ -219,32 +219,25 @@ def bridge_model(row: Row) -> Model:
     experts = fields.pop("experts", None)
     if experts is not None:
         experts = Experts(**experts, dropless="tokendrop" not in row["note"])
-    return Model(
-        name=row["model"],
-        **sizes,
-        seq_length=int(row["seq_length"]),
-        global_batch_size=int(row["global_batch_size"]),
-        fp8=row["precision"].startswith(("FP8", "MXFP8")),
-        fp4=row["precision"].startswith(("FP4", "NVFP4")),
-        experts=experts,
-        sequence_parallel=int(row["tp"]) > 1,
-        distributed_optimizer=True,
-        **fields,
-    )
+    return _model(row, **sizes, fp4=row["precision"].startswith(("FP4", "NVFP4")), experts=experts, **fields)
 
 
 def dgxc_model(row: Row) -> Model:
     """Returns the model of a row that contains all its dimensions."""
     sizes: dict[str, Any] = {size: int(row[name]) for size, name in zip(SIZES, _COLUMNS, strict=True)}
+    return _model(row, **sizes, gated=row["gated"] == "1")
+
+
+def _model(row: Row, **fields: Any) -> Model:
+    """Returns the model of a row with some fields of its own."""
     return Model(
         name=row["model"],
-        **sizes,
         seq_length=int(row["seq_length"]),
         global_batch_size=int(row["global_batch_size"]),
-        gated=row["gated"] == "1",
-        fp8=row["precision"].startswith("FP8"),
+        fp8=row["precision"].startswith(("FP8", "MXFP8")),
         sequence_parallel=int(row["tp"]) > 1,
         distributed_optimizer=True,
+        **fields,
     )
 
 
