@@ -11,9 +11,10 @@ from typing import Any
 from megatron_het.schedule import Kind
 from tools.planner.__main__ import parser_of
 from tools.planner.cli.commands import load, priced
+from tools.planner.inputs.files import write_text
 from tools.planner.report.collect import Event, collect, pack
 from tools.planner.report.data import Figure, Lane, PageData
-from tools.planner.report.html import size, write_page
+from tools.planner.report.html import render, size
 
 
 def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], file: Path) -> None:
@@ -29,7 +30,7 @@ def write(words: Sequence[str], result: dict[str, Any], traces: Sequence[Path], 
     estimator, plan = load(options)
     candidate, estimate, seated = priced(estimator, plan, options)
     page, _ = collect(estimator, candidate, estimate, plan, seated, title="Demo: a small Llama on a mixed cluster")
-    write_page(with_measured(page, result, traces), str(file))
+    write_text(file, render(with_measured(page, result, traces)))
 
 
 def with_measured(page: PageData, result: dict[str, Any], traces: Sequence[Path]) -> PageData:

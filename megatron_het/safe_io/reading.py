@@ -178,7 +178,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
     if len(data) > limit:
         raise FileError(path, "", f"larger than {limit >> 10} KiB, the most that is read")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # editors of Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise FileError(path, f"byte {error.start}", f"not UTF-8 text ({error.reason})") from None
 

@@ -101,21 +101,25 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, executable: bool =
 
     Raises:
         FileError: See :func:`check_target`.
-        OSError: The disk is full or failed; the target is unchanged.
+        OSError: The disk is full or failed, with the file's name; the target is unchanged.
     """
     target = check_target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    mask = os.umask(0o077)  # can only be read by setting another one
+    os.umask(mask)
     descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
             stream.flush()
-            os.fchmod(stream.fileno(), (0o777 if executable else 0o666) & ~_umask())
+            os.fchmod(stream.fileno(), (0o777 if executable else 0o666) & ~mask)
             if durable:
                 os.fsync(stream.fileno())
         os.replace(scratch, target)
-    except BaseException:
+    except BaseException as error:
         Path(scratch).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -129,26 +133,23 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2,
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n", durable=durable)
 
 
-def _umask() -> int:
-    """The process's file mode mask, which can only be read by setting another one."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def ends_with_its_reader[**Words](main: Callable[Words, int]) -> Callable[Words, int]:
     """Decorates a command so that a closed output, as after ``| head``, ends it without an error; ``--help``, too."""
 
     @functools.wraps(main)
     def command(*args: Words.args, **kwargs: Words.kwargs) -> int:
         code = 0
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # closed at the start; the first file to be opened gets its number
+                setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
         try:
             try:
                 code = main(*args, **kwargs)
             finally:  # also when argparse exits after --help
-                if sys.stdout is not None:  # None if the command was started with its output closed
-                    sys.stdout.flush()
-        except BrokenPipeError:
+                sys.stdout.flush()
+        except (BrokenPipeError, SystemExit) as ended:
+            if isinstance(ended, SystemExit) and not isinstance(ended.__context__, BrokenPipeError):  # rich ends so
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return code
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # is an OSError
         raise
     except OSError as error:  # a folder that cannot be written, a full disk
-        _say_error(options, PlannerError(str(error.filename or "file"), "(file)", None, error.strerror or str(error)))
+        _say_error(options, PlannerError(str(error.filename or "output"), "(file)", None, error.strerror or str(error)))
         return 2
     except ModuleNotFoundError as error:  # the extra ``planner`` is not installed
         problem = f"needs the package {error.name}, which is not installed"

@@ -26,6 +26,7 @@ from megatron_het.safe_io import (
     one_line,
     read_text,
     shown,
+    write_json,
 )
 from megatron_het.schedule.cost import Costs, Link
 from megatron_het.schedule.generators import GENERATORS
@@ -367,7 +368,7 @@ def _write(options: argparse.Namespace, data: object) -> bool:
     if options.json == "-":
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
         return True
-    visualize.write_json(options.json, data)
+    write_json(options.json, data, indent=1)
     return False
 
 
@@ -393,7 +394,7 @@ def _pictures(options: argparse.Namespace, result: Result) -> None:
     if options.picture:
         visualize.draw(result, options.picture)
     if options.trace:
-        visualize.write_json(options.trace, visualize.chrome_trace(result))
+        write_json(options.trace, visualize.chrome_trace(result), indent=1)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_het import safe_io
 from megatron_het.safe_io import write_bytes
 from megatron_het.schedule.ir import SENDS, Kind, Op
 from megatron_het.schedule.memory import CATEGORIES, Event, trace_event, trace_name
@@ -254,11 +253,6 @@ def chrome_trace(result: Result, *, process: str = "device") -> dict[str, object
                 for time, held in use.curve()
             ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_json(path: str | Path, data: object) -> None:
-    """Writes a complete file or nothing; see ``safe_io.write_json``."""
-    safe_io.write_json(path, data, indent=1)
 
 
 PICTURES = (".svg", ".png", ".pdf")

@@ -357,3 +357,8 @@ def test_versions_plan_and_logs_are_packed_without_data(tmp_path: Path, capsys: 
     assert main(["support", str(run), "--out", str(out)]) == main(["support", str(run / "text.bin")]) == 2
     said = capsys.readouterr().err
     assert "the file is there" in said and "text.bin: is not packed" in said
+    (run / os.fsdecode(b"\xff.log")).touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: os.close(-1))
+        assert main(["support", str(run), "--out", f"{out}2"]) == 2 and not Path(f"{out}2").exists()
+    assert main(["support", str(run), "--out", f"{out}2"]) == 0

@@ -102,12 +102,14 @@ def test_too_large_and_not_text(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 2000)
     with pytest.raises(safe_io.FileError, match="larger than 1 KiB"):
         safe_io.read_text(path, 1024)
+    path.write_bytes(b"\xef\xbb\xbfa")  # as editors of Windows begin a file
+    assert safe_io.read_text(path) == "a"
     path.write_bytes(b"a\xff")
     with pytest.raises(safe_io.FileError, match="byte 1: not UTF-8"):
         safe_io.read_text(path)
 
 
-def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, link = tmp_path / "folder" / "a.json", tmp_path / "link.json"
     safe_io.write_json(target, {"a": 1})
     link.symlink_to(target)
@@ -118,6 +120,10 @@ def test_a_file_is_replaced_as_a_whole_and_a_link_stays_one(tmp_path: Path) -> N
     assert safe_io.read_json(target) == {"a": 2} and list(target.parent.iterdir()) == [target]
     safe_io.write_text(target, "x", executable=True)
     assert os.access(target, os.X_OK)
+    monkeypatch.setattr(os, "fsync", lambda _: os.close(-1))  # an error without a name, as of a full disk
+    with pytest.raises(OSError, match=str(target)):
+        safe_io.write_json(target, {"a": 1})
+    assert target.read_text() == "x" and list(target.parent.iterdir()) == [target]
 
 
 def test_shown_is_repr_within_a_bound() -> None:
@@ -139,11 +145,14 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 """Output is written at the end, as by default; argparse itself ignores that nobody reads what is written at once."""
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_help_that_nobody_reads(module: str) -> None:
+TABLE = "megatron_het.schedule compare --pp 4 --microbatches 4 --slices 8 --chunks 2"
+
+
+@pytest.mark.parametrize("words", [*(f"{name} --help" for name in COMMANDS), TABLE])
+def test_an_output_that_nobody_reads(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", module, "--help"]
+    command = [sys.executable, "-m", *words.split()]
     done = subprocess.run(
         command, stdout=writer, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=120, check=False
     )
@@ -151,7 +160,15 @@ def test_help_that_nobody_reads(module: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_help_without_an_output() -> None:
-    command = ["sh", "-c", f"exec {sys.executable} -m megatron_het.elastic --help >&-"]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=120, check=False)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("completion bash >&-", 0, ""),
+        ("check a --cluster b --model c 2>&-", 2, ""),
+        ("completion bash >/dev/full", 2, "error: output: No space left on device\n"),
+    ],
+)
+def test_a_stream_that_is_closed_or_full_at_the_start(words: str, code: int, said: str) -> None:
+    command = ["sh", "-c", f"exec {sys.executable} -m tools.planner {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (code, said)

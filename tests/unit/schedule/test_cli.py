@@ -12,9 +12,10 @@ from schedule_helpers import full, run
 
 from megatron_het.features.activation_offload.spec import add_activation_offload
 from megatron_het.features.window.passes import add_parameters
+from megatron_het.safe_io import write_json
 from megatron_het.schedule import Link, Memory, Shape, dumps
 from megatron_het.schedule.view.cli import main
-from megatron_het.schedule.view.visualize import chrome_trace, draw, text_picture, write_json
+from megatron_het.schedule.view.visualize import chrome_trace, draw, text_picture
 
 
 @pytest.fixture

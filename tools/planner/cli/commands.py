@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import Any
 
 from megatron_het.plan import PlanError
 from megatron_het.plan.validate import most_chunks
-from megatron_het.safe_io import MAX_PASSES, shown
+from megatron_het.safe_io import MAX_PASSES, shown, write_bytes
 
 from ..costs.build import as_said, candidate_of, check_same_model, read_plan, rooms_of
 from ..costs.candidate import Candidate
@@ -72,15 +73,18 @@ _MOST_BYTES, _MOST_FILES = 1 << 20, 500
 def support(options: argparse.Namespace) -> int:
     """Write the archive."""
     kept = [file for given in options.paths for file in _texts(given)][:_MOST_FILES]
-    try:
-        with zipfile.ZipFile(options.out, "x", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("versions.json", json.dumps(_versions(), indent=1))
-            for number, file in enumerate(kept):
-                with file.open("rb") as stream:
-                    stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MOST_BYTES))
-                    archive.writestr(f"{number:03}-{file.name}", stream.read(_MOST_BYTES))
-    except FileExistsError:
-        raise PlannerError(str(options.out), "--out", None, "the file is there", "Name another one") from None
+    if os.path.lexists(options.out):
+        raise PlannerError(str(options.out), "--out", None, "the file is there", "Name another one")
+    check_target(options.out, "--out")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("versions.json", json.dumps(_versions(), indent=1))
+        for number, file in enumerate(kept):
+            with file.open("rb") as stream:
+                stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MOST_BYTES))
+                name = os.fsencode(file.name).decode(errors="backslashreplace")  # need not be valid Unicode
+                archive.writestr(f"{number:03}-{name}", stream.read(_MOST_BYTES))
+    write_bytes(options.out, packed.getvalue())
     sys.stdout.write(f"wrote {options.out}: versions and files: {len(kept)}. Look into it before you send it\n")
     return 0
 
@@ -417,7 +421,7 @@ def compare(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Write the page."""
     from ..report.collect import collect, rows_of
-    from ..report.html import ENDINGS, notes_of, write_page
+    from ..report.html import ENDINGS, notes_of, render
 
     check_target(options.html, "--html", ENDINGS)
     goal = goal_from(options)
@@ -437,7 +441,7 @@ def report(options: argparse.Namespace) -> int:
             body["one_more_node"] = one_more_node(estimator, goal, mine, progress)
         page["comparison"] = rows_of(estimator, body["comparison"])
         page["one_more_node"] = body["one_more_node"]
-    write_page(page, options.html)
+    write_text(options.html, render(page))
     say(body | {"html": options.html}, options, *summary_tables(body), f"wrote {options.html}")
     return 0
 

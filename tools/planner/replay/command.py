@@ -13,9 +13,9 @@ from megatron_het.safe_io import add_options, amount, count
 from ..costs.estimate import Estimator
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster
-from ..inputs.files import check_target, read_json
+from ..inputs.files import check_target, read_json, write_text
 from ..report.data import PageData
-from ..report.html import check_page, notes_of, write_page
+from ..report.html import check_page, notes_of, render
 from ..report.tables import NOTATION, describe, say, shown_progress, table
 from ..search.methods import search_on
 from ..search.outcome import Goal, Progress, check_prices, cpu_limit, estimator_from, goal_from, left_s
@@ -215,7 +215,7 @@ def replay(options: argparse.Namespace) -> int:
         draw(trace, courses, [node.gpu for node in estimator.cluster.nodes], options.picture)
         written.append(f"wrote {options.picture}")
     if options.html:
-        write_page(page_of(estimator, body, courses, notes_of(options)), options.html)
+        write_text(options.html, render(page_of(estimator, body, courses, notes_of(options))))
         written.append(f"wrote {options.html}")
     say(body, options, *_tables(body, estimator.cluster), *written)
     return 0

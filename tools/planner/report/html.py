@@ -3,7 +3,6 @@
 import argparse
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib import resources
 from math import isfinite
@@ -21,11 +20,6 @@ from .data import PageData
 from .tables import DATASHEETS, NOTATION
 
 SCRIPTS = ("tips.js", "links.js", "timeline.js")
-
-
-def write_page(page: PageData, path: str | os.PathLike[str]) -> None:
-    """Write a complete page or nothing; raises PlannerError."""
-    write_text(path, render(page))
 
 
 def render(page: PageData) -> str:
@@ -98,7 +92,7 @@ def page_of_search(
     page["comparison"] = rows_of(estimator, comparison)
     page["runners_up"] = rows_of(estimator, runners_up)
     page["one_more_node"] = list(one_more_node)
-    write_page(page, options.html)
+    write_text(options.html, render(page))
     return {"html": options.html}
 
 
