@@ -34,10 +34,6 @@ _FIELDS = (
 _SPIKE_FACTOR = 10.0  # a loss this many times the largest one seen counts as a spike
 
 
-def _is_packed(args: Any) -> bool:
-    return bool(args.sft or args.dataloader_inter_document_masking)
-
-
 def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
     """The next microbatch of this rank, broadcast over its TP group.
 
@@ -56,7 +52,8 @@ def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
 
     args = get_args()
     needs_data = is_first_or_last_pipeline_stage(vp_stage) or reads_tokens(args, vp_stage)
-    if not needs_data and not _is_packed(args):
+    is_packed = bool(args.sft or args.dataloader_inter_document_masking)
+    if not needs_data and not is_packed:
         return dict.fromkeys(_FIELDS)
     batch: dict[str, Any] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -67,7 +64,7 @@ def read_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, 
         }
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=_is_packed(args),
+        has_cu_seqlens=is_packed,
         is_hybrid_cp=args.hybrid_context_parallel,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),

@@ -51,20 +51,6 @@ _REPETITIONS, _SECONDS = 5, 1.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def measured_on(plan: Plan, platform: Platform, rank: int) -> Plan:
-    """:func:`with_measured_shares` over the job's store.
-
-    Raises:
-        SystemExit: A rank failed or did not arrive; every rank prints the reason.
-    """
-    exchange: Exchange | None = None
-    try:
-        exchange = Exchange(rank, plan.world_size, _TIMEOUT_S)
-        return with_measured_shares(plan, platform, rank, exchange)
-    except (ExchangeError, RuntimeError) as error:  # RuntimeError: from torch, out of memory or without a kernel
-        end_all(exchange, "--het-measured-cp-shares", rank, error)
-
-
 def with_measured_shares(plan: Plan, platform: Platform, rank: int, exchange: Exchange) -> Plan:
     """The plan with context-parallel parts by measured speed; the same on all ranks.
 
@@ -186,10 +172,16 @@ def measured_config(config: HetConfig, device: Platform) -> HetConfig:
 
     Raises:
         PlanError: The plan does not allow these parts.
+        SystemExit: A rank failed or did not arrive; every rank prints the reason.
     """
     assert config.plan is not None
     rank = int(os.environ.get("RANK", "0"))
-    plan = measured_on(config.plan, device, rank)
+    exchange: Exchange | None = None
+    try:
+        exchange = Exchange(rank, config.plan.world_size, _TIMEOUT_S)
+        plan = with_measured_shares(config.plan, device, rank, exchange)
+    except (ExchangeError, RuntimeError) as error:  # RuntimeError: from torch, out of memory or without a kernel
+        end_all(exchange, "--het-measured-cp-shares", rank, error)
     check_plan_alone(plan)
     if rank == 0:
         sys.stderr.write(f"megatron_het: {described(plan)}\n")

@@ -46,7 +46,7 @@ def replace_kernels(count: CountFlops, *, attention: bool = True) -> None:
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
-    rope_utils.fused_apply_rotary_pos_emb = _rotated
+    rope_utils.fused_apply_rotary_pos_emb = lambda tensor, *_frequencies, **_options: _Rotated.apply(tensor)
     multi_latent_attention.fused_apply_mla_rope_for_q = lambda queries, *_frequencies, **_options: queries  # in place
     multi_latent_attention.fused_apply_mla_rope_for_kv = _latent_keys
     fused_bias_swiglu.swiglu = _gated
@@ -110,10 +110,6 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return torch.empty(gradients[0].shape, dtype=gradients[0].dtype, device=gradients[0].device)
-
-
-def _rotated(tensor: Tensor, frequencies: Tensor, **_options: Any) -> Tensor:
-    return _Rotated.apply(tensor)
 
 
 def _latent_keys(

@@ -13,7 +13,7 @@ from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Feature
 from megatron_het.plan import DeviceCosts, LinkCosts, Placement, Plan, PlanError, PlannedCosts
 from megatron_het.plan.schema import PER_CHUNK, PER_DEVICE
-from megatron_het.schedule.cost import Costs, Link, free_link
+from megatron_het.schedule.cost import FREE, Costs, Link
 from megatron_het.schedule.cutting import Parts
 from megatron_het.schedule.generators import BY_PART, GENERATORS, generate
 from megatron_het.schedule.generators.listing import Part, parts_of
@@ -44,7 +44,7 @@ def costs_of(plan: Plan) -> Costs | None:
         tables[name] = tuple(getattr(row, name) for row in ordered)
     links = {(a, b): Link(link.latency_s, link.bytes_per_s) for link in planned.links for a, b in link.pairs}
     shared = {name: getattr(planned, name) for name in _SHARED}
-    return Costs(**tables, **shared, link=lambda source, target: links.get((source, target)) or free_link(0, 0))
+    return Costs(**tables, **shared, link=lambda source, target: links.get((source, target), FREE))
 
 
 def planned_costs(costs: Costs, program: Program) -> PlannedCosts:

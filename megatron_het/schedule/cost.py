@@ -31,12 +31,8 @@ class Link:
             raise ValueError(f"link with latency_s = {self.latency_s}, bytes_per_s = {self.bytes_per_s}")
 
 
-def free_link(source: int, target: int) -> Link:
-    """A link that costs nothing."""
-    return _FREE
-
-
-_FREE = Link()
+FREE = Link()
+"""A link that costs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class Costs:
     message_bytes: float = 0.0  # activations between two chunks, of one microbatch; the gradient is as large
     kv_message_bytes: PerChunk = ()  # ``[device][chunk]`` keys and values of all layers, of one microbatch
     query_message_bytes: PerChunk = ()  # ``[device][chunk]`` query plus output, of one microbatch
-    link: Callable[[int, int], Link] = free_link  # ``link(source device, target device)``
+    link: Callable[[int, int], Link] = lambda source, target: FREE  # ``link(source device, target device)``
     # gather_s, reduce_s: ``[device][chunk]`` collectives for the whole chunk
     gather_s: PerChunk = ()
     reduce_s: PerChunk = ()

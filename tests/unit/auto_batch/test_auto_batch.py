@@ -23,6 +23,7 @@ from megatron_het.device import activate
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
+from megatron_het.plan.run_config import HetConfig
 from megatron_het.plan.validate import check_plan
 from megatron_het.store import StoreServer
 from megatron_het.store import job as stores
@@ -370,7 +371,7 @@ def test_all_are_told_who_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(measure, "Exchange", Failing)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as ended:
-        measure.measured_on(plan_of(Replica((0, 1), (0, 1), cp=2)), activate(), 0)
+        measure.measured_config(HetConfig(plan_of(Replica((0, 1), (0, 1), cp=2))), activate())
     assert ended.value.code == 2 and told == ["nothing came from rank 1 within 300 s"]
     assert "--het-measured-cp-shares: rank 0: nothing came" in capsys.readouterr().err
 

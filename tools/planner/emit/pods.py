@@ -174,10 +174,6 @@ _NODE = 'exec bash "$RUN_DIR/torchrun-node-$((HET_FIRST_NODE + INDEX)).sh"'
 _ELASTIC_NODE = f'exec bash "$RUN_DIR/{ELASTIC_SCRIPT}"'
 
 
-def _command(index: str, elastic: bool) -> str:
-    return _ELASTIC_NODE if elastic else _NODE.replace("INDEX", index)
-
-
 def _jobset(roles: Sequence[_Role], launch: LaunchOptions, pods: PodOptions, elastic: bool) -> dict[str, Any]:
     """Returns the JobSet: one replicated job for each group of pods, each an indexed job."""
     metadata: dict[str, Any] = {"name": launch.job_name}
@@ -213,7 +209,7 @@ def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "node",
         "image": pods.image,
-        "command": ["bash", "-c", _command("JOB_COMPLETION_INDEX", elastic)],
+        "command": ["bash", "-c", _ELASTIC_NODE if elastic else _NODE.replace("INDEX", "JOB_COMPLETION_INDEX")],
         "env": [*({"name": name, "value": value} for name, value in role.environment.items()), *_START[: int(elastic)]],
         "volumeMounts": [
             *({"name": f"volume-{i}", "mountPath": folder} for i, folder in enumerate(pods.volumes)),
@@ -252,5 +248,5 @@ def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any
         **({"resources": resources} if resources else {}),
         "file_mounts": {folder: {"source": bucket, "mode": "MOUNT"} for folder, bucket in pods.volumes.items()},
         "envs": dict(role.environment),
-        "run": _command("SKYPILOT_NODE_RANK", elastic) + "\n",
+        "run": (_ELASTIC_NODE if elastic else _NODE.replace("INDEX", "SKYPILOT_NODE_RANK")) + "\n",
     }
