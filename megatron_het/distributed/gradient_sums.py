@@ -316,8 +316,7 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
     """
     placement = groups.placement
     where = placement.locate(groups.rank)
-    primary = placement.classes(where.stage)[0]
-    counts = placement.replica(where.stage, where.replica).cut == primary
+    counts = placement.replica(where.stage, where.replica).cut == placement.classes(where.stage)[0]
     for name, parameter in (named for chunk in model for named in chunk.named_parameters()):
         if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
             parameter.shared = True  # type: ignore[attr-defined]

@@ -232,8 +232,7 @@ class ShardExchange:
         """
         cut = self.classes[self.mine].cut
         partial = (False, False) if config is None else (config.sequence_parallel, config.qk_layernorm)
-        found = sharded_parameters(named, select, cut, *partial)
-        return with_all_experts(found, cut, self.tp_rank)
+        return with_all_experts(sharded_parameters(named, select, cut, *partial), cut, self.tp_rank)
 
     def sum_gradients(self, parameters: Sequence[ShardedParameter]) -> None:
         """Replace local gradients so that reducing them inside each class gives the global sum."""

@@ -265,8 +265,7 @@ def between_the_ends(module: ModuleType | None = None) -> contextlib.AbstractCon
 
 
 def _at(shown: Axis, state: Any) -> contextlib.AbstractContextManager[None]:
-    rank = shown.position
-    return replaced(state, _PIPELINE_MODEL_PARALLEL_GROUP=shown, _MPU_PIPELINE_MODEL_PARALLEL_RANK=rank)
+    return replaced(state, _PIPELINE_MODEL_PARALLEL_GROUP=shown, _MPU_PIPELINE_MODEL_PARALLEL_RANK=shown.position)
 
 
 def _parallel_state() -> ModuleType:

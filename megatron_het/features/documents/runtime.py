@@ -70,8 +70,7 @@ class DocumentStarts:
         """Where the documents of each sequence of a microbatch begin."""
         if microbatch not in self._starts:
             assert self._begins is not None, "no batch was noted and none exchanged"
-            begins = self._begins[microbatch, : self._sequences(microbatch)]
-            self._starts[microbatch] = starts_of(1 - begins)
+            self._starts[microbatch] = starts_of(1 - self._begins[microbatch, : self._sequences(microbatch)])
         return self._starts[microbatch]
 
     def exchange(

@@ -188,8 +188,8 @@ class Window(Feature):
         if options.prefetch < 0:
             raise PlanError("schedule.parameters.prefetch", options.prefetch, "must not be negative")
         if not plan.training.distributed_optimizer:
-            problem = "the parameter window shards over the distributed optimizer"
-            raise PlanError("training.distributed_optimizer", False, problem, "Set it to true")
+            hint = "Set it to true (flag: --use-distributed-optimizer)"
+            raise PlanError("training.distributed_optimizer", False, "the parameter window shards over it", hint)
         for s, stage in enumerate(plan.stages):
             kept = {r.cut for r in stage.replicas if r.state_share > 0}
             for replica in stage.replicas:
