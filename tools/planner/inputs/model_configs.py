@@ -351,14 +351,10 @@ def _window(r: Reading) -> None:
         r.flags["window-attn-skip-freq"] = pattern_text(windowed)
 
 
-_COUNTS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-
-
 def _experts(r: Reading) -> None:
     if "experts" not in r.family.parts or (r.kind in HYBRID and SPARSE not in pattern_of(r)):
         return
-    names = [name for name in _COUNTS_OF_EXPERTS if r.config.get(name) is not None or name in r.family.defaults]
-    count, width = r.whole(names[0] if names else _COUNTS_OF_EXPERTS[0]), r.whole("moe_intermediate_size")
+    count, width = r.whole("num_experts"), r.whole("moe_intermediate_size")
     number = r.get("n_shared_experts") or 0
     shared = r.get("shared_expert_intermediate_size") or number * width
     dense = [] if r.kind in HYBRID else dense_layers(r)
