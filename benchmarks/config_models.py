@@ -142,6 +142,9 @@ def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_het import megatron_patches
+
+    megatron_patches.install("torch_norm")  # as in a run: zero-centred norms without Transformer Engine
     with tempfile.TemporaryDirectory(prefix="het-rank-") as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -151,6 +154,7 @@ def one_rank() -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+            megatron_patches.uninstall("torch_norm")
 
 
 def _arguments(words: list[str]) -> Any:
