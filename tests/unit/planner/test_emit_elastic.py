@@ -143,6 +143,13 @@ def test_a_notice_saves_and_queues_the_job_again(tmp_path: Path) -> None:
     assert token.stat().st_mode & 0o077 == 0 and token.parent.stat().st_mode & 0o077 == 0
 
 
+def test_a_notice_right_after_a_start_is_heard(tmp_path: Path) -> None:
+    emitted = write(tmp_path / "run", make_plan(((8,), [((0,), (0, 1, 2, 3), "big")])), KINDS)
+    script, kill = emitted.files["elastic.sbatch"], "    sleep 1; kill -TERM $$\n    steps+=($!)\n"
+    script.write_text(script.read_text().replace("    steps+=($!)\n", kill))
+    assert "queued again" in start(tmp_path, emitted, {"SLURM_JOB_NODELIST": "b1"}).communicate(timeout=WAIT_S)[0]
+
+
 @pytest.mark.parametrize(("saved", "code", "wanted"), [("20", "0", 0), ("0", "1", 1)])
 def test_a_job_that_is_done_or_has_saved_nothing_is_not_queued_again(
     tmp_path: Path, saved: str, code: str, wanted: int
