@@ -317,6 +317,8 @@ class Replica:
     zone: str = field(default="", metadata={"omit_default": True})
     """The zone of its node, where the cluster file has this kind of device in several zones; never
     changes a result."""
+    node_group: int = field(default=-1, metadata={"omit_default": True})
+    """Index of its node's entry in the cluster file, where several entries of a zone have this kind of device."""
     cp: int = field(default=1, metadata={"omit_default": True})  # Context-parallel size
     state_share: float = field(default=1.0, metadata={"omit_default": True})
     """How much of the stage's parameters, gradients and optimizer state this replica keeps under a

@@ -26,7 +26,7 @@ from benchmarks.published.accuracy import (
 from megatron_het.plan.placement import route
 from megatron_het.schedule.kinds import Kind
 from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, model_of, with_catalog
-from tools.planner.costs.build import build_plan
+from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
@@ -379,6 +379,27 @@ def test_ministage_plans_route_by_remaining_work():
     times = [[sum(stage.layers) / r.speed for r in stage.replicas] for stage in plan.stages]
     wanted = route(times, plan.num_microbatches, counts)
     assert [[r.microbatches for r in stage.replicas] for stage in plan.stages] == wanted
+
+
+def test_gradients_of_replicas_on_two_nodes_cross_the_network():
+    """Two replicas fit into one node, but not beside the GPU that the stage before them takes of it."""
+    estimator = with_catalog(cluster_of(("RTX-4090", 2, 2, 0.125e9)), model_of(layers=8, hidden=2048, batch=8))
+    one, two = Stage(4, (Group(0, 1, 1),)), Stage(4, (Group(0, 1, 2),))
+    plans = [Candidate(stages, 1) for stages in ((two, one), (one, two))]
+    seconds = [block_s(estimator, plan, estimator.estimate(plan)) for plan in plans]
+    layers = 4 * estimator.unit(0, 1, 1, "none").layer_parameters
+    assert seconds[1] > seconds[0] + 0.9 * layers * 4 / 0.125e9
+
+
+def test_plans_stay_on_the_node_groups_that_they_were_priced_for():
+    """Two entries of the cluster file have one kind of GPU in one zone."""
+    cluster = cluster_of(("A100-80", 2, 1, 1e9), ("A100-80", 1, 4, 1e9))
+    estimator = with_catalog(cluster, model_of(layers=8, hidden=1024, batch=8))
+    candidate = Candidate((Stage(4, (Group(1, 1, 2),)), Stage(4, (Group(0, 1, 2),))), 1)
+    plan = build_plan(estimator, candidate, estimator.estimate(candidate))
+    assert candidate_of(plan, cluster)[0].stages == candidate.stages
+    gone = cluster.model_copy(update={"nodes": cluster.nodes[1:]})
+    assert candidate_of(plan, gone)[0].gpus() == {0: 4}, "of another cluster, whatever fits"
 
 
 _MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "dry_run.json"

@@ -265,6 +265,8 @@ def _stage(
         # A replica names one zone, which its ranks on other kinds of GPU may not be in.
         is_said = len(zones) > len(set(names)) and len({node.zone for node in nodes}) == 1
         zone = nodes[0].zone if is_said else ""
+        alike = sum((other.gpu, other.zone) == (nodes[0].gpu, nodes[0].zone) for other in estimator.cluster.nodes)
+        entry = g.pool if alike > 1 and not g.parts else -1
         ep, expert_tp = candidate.cut_of(g)
         etp = 0 if expert_tp == max(1, g.tp // ep) else expert_tp
         by_part = dict(zip(dict.fromkeys(parts), memory, strict=True))
@@ -273,15 +275,17 @@ def _stage(
             for m in map(by_part.__getitem__, parts)
         ]
         device = " + ".join(dict.fromkeys(names))
+        like = Replica((), (), device, speed, zone, entry, cp=len(parts), state_share=share, ep=ep, etp=etp)
+        if g.kept and candidate.recompute == "full":
+            like = replace(like, recompute_layers=_again(layers, candidate.chunks_of(s), g.kept))
+        if len(set(shares)) > 1:
+            like = replace(like, cp_shares=shares)
+        if len(set(names)) > 1:
+            like = replace(like, cp_devices=names)
         for mine in islice(waiting, g.count):
             ranks = tuple(range(rank, rank + g.tp * len(parts)))
             rank += len(ranks)
-            made = Replica(ranks, tuple(mine), device, speed, zone, cp=len(parts), state_share=share, ep=ep, etp=etp)
-            if g.kept and candidate.recompute == "full":
-                made = replace(made, recompute_layers=_again(layers, candidate.chunks_of(s), g.kept))
-            if len(set(shares)) > 1:
-                made = replace(made, cp_shares=shares)
-            replicas.append(replace(made, cp_devices=names) if len(set(names)) > 1 else made)
+            replicas.append(replace(like, ranks=ranks, microbatches=tuple(mine)))
             per_rank += [RankPrediction(r, len(mine) * time_s, *figures[i // g.tp]) for i, r in enumerate(ranks)]
     return PlanStage(chunk_layers(layers, candidate.chunks_of(s)), tuple(replicas)), per_rank
 

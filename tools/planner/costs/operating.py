@@ -116,7 +116,9 @@ class Network:
             seconds += size * (second_tp - 1) / second_tp / self.intra[second]
         return seconds
 
-    def sync_s(self, groups: tuple[Group, ...], rank_bytes: dict[Group, float], share: float = 1.0) -> float:
+    def sync_s(
+        self, groups: tuple[Group, ...], rank_bytes: dict[Group, float], share: float = 1.0, *, scattered: bool = False
+    ) -> float:
         """Seconds of an all-reduce of gradients over the replicas of a stage.
 
         One ring per TP rank goes through all nodes of the stage, so a node's network carries
@@ -126,6 +128,7 @@ class Network:
         Args:
             rank_bytes: Gradient bytes of one rank of each group.
             share: 0.5 for a reduce-scatter or an all-gather alone.
+            scattered: The replicas are on several nodes, even if one node could hold them.
         """
         replicas = sum(g.count for g in groups)
         if replicas == 1:
@@ -134,9 +137,9 @@ class Network:
         pools = tuple(sorted({g.pool for g in groups}))
         worst = 0.0
         nodes = [self.cluster.nodes[p] for p in pools]
-        single_node = (len(pools) == 1 and sum(g.count * g.tp for g in groups) <= nodes[0].gpus_per_node) or (
-            len(pools) > 1 and all(self.cluster.in_one_node(nodes[0], other) for other in nodes[1:])
-        )
+        fits = len(pools) == 1 and sum(g.count * g.tp for g in groups) <= nodes[0].gpus_per_node
+        in_one = len(pools) > 1 and all(self.cluster.in_one_node(nodes[0], other) for other in nodes[1:])
+        single_node = (fits or in_one) and not scattered
         link = self._link("all_reduce", pools, replicas, single_node) if self.measured else None
         for group in groups:
             size = rank_bytes[group]

@@ -158,7 +158,7 @@ def costs_of(
     size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
     devices = devices_of(estimator, candidate, plan, seated)
     flat = [replica for stage in seated for replica in stage]
-    tails = stage_tails(estimator, whole, estimate)
+    tails = stage_tails(estimator, whole, _scattered(estimator, whole, seated))
     last = candidate.head_stage
 
     def price(a: Group, b: Group, local: bool) -> Link:
@@ -213,6 +213,13 @@ def costs_of(
             other_bytes=tuple(m.total_bytes - m.activation_bytes for m in memories),
         ),
     )
+
+
+def _scattered(estimator: Estimator, whole: Candidate, seated: Seats) -> list[int]:
+    """Stages whose replicas are on several nodes; ``seated`` may be of one of the plan's pipelines."""
+    if [len(row) for row in seated] != [sum(g.count for g in stage.groups) for stage in whole.stages]:
+        seated = seats(estimator.cluster, whole.stages, whole.cp) or seated
+    return [s for s, row in enumerate(seated) if len({seat.host for mine in row for seat in mine}) > 1]
 
 
 # Devices of one machine that slow each other down while they are busy: processes on cores that share memory.

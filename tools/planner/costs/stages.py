@@ -1,8 +1,9 @@
 """A stage's time and memory: the one place where they are computed, with a cache over candidates."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -17,7 +18,6 @@ from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, WITH_ATTENTION
 from ..inputs.model import Model
 from .candidate import (
     Candidate,
-    Estimate,
     Group,
     GroupMemory,
     Passes,
@@ -487,15 +487,18 @@ def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:
     return not others and whole and ep % tp == 0 and total % replicas == 0 and not candidate.sizes and not is_sharded
 
 
-def stage_tails(estimator: OperatingPoints, candidate: Candidate, estimate: Estimate) -> list[float]:
+def stage_tails(estimator: OperatingPoints, candidate: Candidate, scattered: Sequence[int] = ()) -> list[float]:
     """Seconds per stage after the last operation of its program: gradient reduction and update.
 
     Under a parameter window the reduction consists of operations of the program.
+
+    Args:
+        scattered: Stages whose replicas are on several nodes, even if one could hold them.
     """
     out: list[float] = []
     for s, stage in enumerate(candidate.stages):
         units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
-        sync, update = _tail(estimator, candidate, units, s)  # type: ignore[arg-type]
+        sync, update = _tail(estimator, candidate, units, s, s in scattered)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out
 
@@ -525,22 +528,22 @@ def _experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group:
     return layers * model.expert_parameters(*candidate.cut_of(group))
 
 
+Sync = Callable[[tuple[Group, ...], dict[Group, float]], float]  # ``Network.sync_s`` of these ranks
+
+
 def _sync_s(
-    estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, share: float = 1.0
+    estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, sync_s: Sync
 ) -> float:
     """Seconds to reduce (or scatter, gather) ``bytes_each`` per parameter over a stage's copies of its weights."""
-    groups, network = candidate.reducing(s), estimator.network
-    own, counts = candidate.stages[s].groups, candidate.by_part(s, counts)
+    groups, own, counts = candidate.reducing(s), candidate.stages[s].groups, candidate.by_part(s, counts)
     if not candidate.spans(own[0]):
-        return network.sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)}, share)
+        return sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)})
     experts = candidate.by_part(s, [_experts_of(estimator, candidate, s, g) for g in own])
     rest = {g: (n - e) * bytes_each for g, n, e in zip(groups, counts, experts)}
     # Copies of a rank's experts are an expert group apart.
     size = math.prod(candidate.cut_of(own[0]))
     apart = tuple(g._replace(tp=size, count=max(1, g.count * g.tp // size)) for g in groups)
-    return network.sync_s(groups, rest, share) + network.sync_s(
-        apart, {g: e * bytes_each for g, e in zip(apart, experts)}, share
-    )
+    return sync_s(groups, rest) + sync_s(apart, {g: e * bytes_each for g, e in zip(apart, experts)})
 
 
 def beside(compute_s: float, other_s: float, overlap: float) -> float:
@@ -567,16 +570,19 @@ def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], 
     return sum(_tail(estimator, candidate, units, s))
 
 
-def _tail(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+def _tail(
+    estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int, scattered: bool = False
+) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""
     schedule = schedule_of(candidate)
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
-    sync = _sync_s(estimator, candidate, s, counts, estimator.gradient_per_parameter)
+    sync_s = partial(estimator.network.sync_s, scattered=scattered)
+    sync = _sync_s(estimator, candidate, s, counts, estimator.gradient_per_parameter, sync_s)
     if schedule.shards_parameters:  # the next iteration gathers
         sync /= 2
     elif candidate.zero_stage >= 1 and sync:
-        gather = _sync_s(estimator, candidate, s, counts, element, 0.5)
+        gather = _sync_s(estimator, candidate, s, counts, element, partial(sync_s, share=0.5))
         sync = sync / 2 + gather
         if candidate.zero_stage >= 2:  # gradients were reduced with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0

@@ -233,15 +233,14 @@ def _pod(role: _Role, pods: PodOptions, elastic: bool) -> dict[str, Any]:
 
 def _task(role: _Role, launch: LaunchOptions, pods: PodOptions) -> dict[str, Any]:
     elastic = "HET_FIRST_NODE" not in role.environment
-    kind, resources = role.skypilot, dict[str, Any]()
-    if role.gpus and kind.accelerators:
-        resources["accelerators"] = f"{kind.accelerators}:{role.gpus}"
-    if kind.infra:
-        resources["infra"] = kind.infra
-    if kind.use_spot:
-        resources["use_spot"] = True
-    if pods.image:
-        resources["image_id"] = f"docker:{pods.image}"
+    kind = role.skypilot
+    resources = {
+        "accelerators": f"{kind.accelerators}:{role.gpus}" if role.gpus and kind.accelerators else "",
+        "infra": kind.infra,
+        "use_spot": kind.use_spot,
+        "image_id": f"docker:{pods.image}" if pods.image else "",
+    }
+    resources = {name: value for name, value in resources.items() if value}
     return {
         "name": role.name,
         "num_nodes": role.count,

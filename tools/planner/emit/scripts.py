@@ -96,12 +96,12 @@ def settings(options: LaunchOptions) -> str:
     lines += [f"export {default_of(name, value)}" for name, value in given.items()]
     lines.append('mkdir -p "$RUN_DIR/logs" "$CHECKPOINTS"')
     if options.modules:
-        lines += ["set +u  # modules may read variables that are not set"]
         lines += [
+            "set +u  # modules may read variables that are not set",
             "type -t module >/dev/null || source /etc/profile",
             f"module load {' '.join(map(quote, options.modules))}",
+            "set -u",
         ]
-        lines += ["set -u"]
     if options.prologue:
         lines += ["set +eu", 'source "$RUN_DIR/prologue.sh"', "set -eu"]
     return "\n".join(lines)

@@ -117,13 +117,15 @@ def _fill(rooms: Sequence[Room], wanted: Sequence[Wanted]) -> list[list[Seat]] |
 def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list[list[list[Seat]]]:
     """Seats of a plan's ranks, ``[stage][replica][position in replica.ranks]``.
 
-    Rooms are matched in order by the name of the GPU, and by the zone if the plan has one.
+    Rooms are matched in order by the name of the GPU, and by the zone if the plan has one.  The node groups that the
+    plan names are taken if all replicas fit there.
 
     Raises:
         PlannerError: An unknown GPU or zone, a TP group larger than every node with such GPUs, more GPUs
             than the cluster has, or TP groups that do not fit into its nodes.
     """
     wanted: list[Wanted] = []
+    named: list[Wanted] = []
     for s, stage in enumerate(plan.stages):
         for q, replica in enumerate(stage.replicas):
             where = f"stages[{s}].replicas[{q}]"
@@ -131,7 +133,9 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
                 device: _choices(replica, device, rooms, where, file) for device in dict.fromkeys(replica.devices)
             }
             wanted += [(fitting[device], replica.tp) for device in replica.devices]
-    found = pack(rooms, wanted)
+            said = {device: [r for r in fitting[device] if r == replica.node_group] for device in fitting}
+            named += [(said[device] or fitting[device], replica.tp) for device in replica.devices]
+    found = pack(rooms, named) or pack(rooms, wanted)
     if found is None:
         raise _too_many(plan, rooms, file)
     groups = iter(found)

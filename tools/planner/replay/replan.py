@@ -274,7 +274,8 @@ def _renamed(plan: Plan, kinds: Sequence[tuple[str, ...]]) -> Plan:
         for replica in stage.replicas:
             names = kinds[device]
             several = names if len(set(names)) > 1 else ()
-            replicas.append(replace(replica, device=" + ".join(dict.fromkeys(names)), cp_devices=several, zone=""))
+            anywhere = replace(replica, zone="", node_group=-1)
+            replicas.append(replace(anywhere, device=" + ".join(dict.fromkeys(names)), cp_devices=several))
             device += 1
         stages.append(replace(stage, replicas=tuple(replicas)))
     return replace(plan, stages=tuple(stages))

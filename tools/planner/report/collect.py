@@ -194,10 +194,7 @@ class Event(NamedTuple):
     kind: Kind
     start_s: float
     end_s: float
-    microbatch: int
-    slice: int
-    chunk: int
-    peer: int
+    where: tuple[int, int, int, int]  # microbatch, slice, chunk and peer
     size: float | None
 
 
@@ -241,10 +238,7 @@ def timeline_of(
             kind=op.kind,
             start_s=result.start_s[i],
             end_s=result.end_s[i],
-            microbatch=op.microbatch,
-            slice=op.slice,
-            chunk=op.chunk,
-            peer=lane_of.get(op.peer, -1),
+            where=(op.microbatch, op.slice, op.chunk, lane_of.get(op.peer, -1)),
             size=size_of(d, op),
         )
         for i, (d, op) in enumerate(zip(graph.device, graph.ops))
@@ -280,10 +274,7 @@ def pack(
             round(e.start_s * 1e9),
             round((e.end_s - e.start_s) * 1e9),
             label[e.kind],
-            e.microbatch,
-            e.slice,
-            e.chunk,
-            e.peer,
+            *e.where,
             -1 if e.size is None else round(e.size),
         )
         for e in sorted(events, key=lambda e: (e.lane, e.start_s))

@@ -28,7 +28,7 @@ def least_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> f
     before it has gone back.  Slices differ, so that their first one is not counted.
     """
     before = after = least = 0.0
-    tails = stage_tails(estimator, candidate, estimate)
+    tails = stage_tails(estimator, candidate)
     cut = 0.0 if candidate.slices > 1 else 1 / candidate.chunks
     rows = zip(candidate.stages, estimate.stage_busy_s, tails, strict=True)
     for s, (stage, busy_s, tail_s) in enumerate(rows):

@@ -1,6 +1,6 @@
 """Planners of Zorse (splitting the bandwidth graph) and Sailor (dynamic programming over stages and resources)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, product
@@ -303,60 +303,42 @@ Offer = tuple[float, float, tuple[tuple[int, int], ...], tuple[tuple[int, int], 
 """Least value, seconds of the stage, replicas by pool, and GPUs by pool."""
 
 
-class _Offers:
-    """Possible resources of each stage of a pipeline with one data-parallel degree, the most promising first.
+def _offers_of(
+    memo: CandidateCache, layers: tuple[int, ...], tps: list[dict[int, int]], dp: int, like: Candidate, bound_s: float
+) -> Callable[[int], list[Offer]]:
+    """Returns a function: the resources that a stage may get if all GPUs are free, the least value first.
+
+    The value is a lower bound for this stage to the last, as if these did not compete for GPUs.
 
     Args:
         tps: Per stage: TP by pool.
-        total: Microbatches of a pipeline.
     """
+    estimator, last = memo.estimator, len(layers) - 1
+    nodes, region = estimator.cluster.nodes, estimator.network.region
+    total = estimator.model.global_batch_size // like.micro_batch_size // dp
+    seconds: list[dict[int, float]] = []
+    for s, tp in enumerate(tps):
+        units = {p: estimator.unit(p, tp[p], like.micro_batch_size, like.recompute) for p in tp}
+        seconds.append({p: u.both_s(layers[s], s == 0, s == last) for p, u in units.items() if u is not None})
 
-    def __init__(
-        self,
-        estimator: Estimator,
-        layers: tuple[int, ...],
-        tps: list[dict[int, int]],
-        degree: int,
-        total: int,
-        like: Candidate,
-        bound_s: float,
-    ) -> None:
-        self._estimator, self._tps, self._degree, self._total = estimator, tps, degree, total
-        self._bound_s = bound_s
-        last = len(layers) - 1
-        self._seconds: list[dict[int, float]] = []
-        for s, tp in enumerate(tps):
-            units = {p: estimator.unit(p, tp[p], like.micro_batch_size, like.recompute) for p in tp}
-            self._seconds.append({p: u.both_s(layers[s], s == 0, s == last) for p, u in units.items() if u is not None})
-        region, in_time = estimator.network.region, bound_s / total
-        self._regions = [
-            [pools for r in dict.fromkeys(region) if (pools := [p for p in of if region[p] == r and of[p] <= in_time])]
-            for of in self._seconds
-        ]
-        # Least seconds of the stages after each stage, if these did not compete for GPUs.
-        fastest = [min(seconds.values(), default=inf) for seconds in self._seconds]
-        self._sums = [sum(fastest[s + 1 :]) for s in range(last + 1)]
-        self._slowest = [max(fastest[s + 1 :], default=0.0) for s in range(last + 1)]
-        self.of = cache(self._offers)
-
-    def _offers(self, s: int) -> list[Offer]:
-        """Returns the resources that stage ``s`` may get if all GPUs are free, the least value first.
-
-        The value is a lower bound for stages ``s`` to the last, as if these did not compete for GPUs.
-        """
+    @cache
+    def offers(s: int) -> list[Offer]:
         out: list[Offer] = []
-        seconds, tp = self._seconds[s], self._tps[s]
-        quota = [node.quota for node in self._estimator.cluster.nodes]
-        for pools in self._regions[s]:
-            for combination in _combinations(self._degree, pools):
-                needs = tuple([(pool, n * tp[pool]) for pool, n in combination])
-                if any(n > quota[pool] for pool, n in needs):
+        later = [min(of.values(), default=inf) for of in seconds[s + 1 :]]
+        slowest, rest = max(later, default=0.0), sum(later)
+        for name in dict.fromkeys(region):
+            pools = [p for p, pass_s in seconds[s].items() if region[p] == name and pass_s <= bound_s / total]
+            for combination in _combinations(dp, pools):
+                needs = tuple([(pool, n * tps[s][pool]) for pool, n in combination])
+                if any(n > nodes[pool].quota for pool, n in needs):
                     continue
-                mine = max([seconds[pool] for pool, _ in combination])
-                least = (self._total - 1) * max(mine, self._slowest[s]) + mine + self._sums[s]
-                if least <= self._bound_s:
+                mine = max([seconds[s][pool] for pool, _ in combination])
+                least = (total - 1) * max(mine, slowest) + mine + rest
+                if least <= bound_s:
                     out.append((least, mine, combination, needs))
         return sorted(out, key=lambda offer: offer[0])
+
+    return offers
 
 
 def _solve(
@@ -365,7 +347,7 @@ def _solve(
     """Listing 1: the straggler time plus the stages' sum, minimal over the resources given to each stage."""
     estimator = memo.estimator
     total = estimator.model.global_batch_size // like.micro_batch_size // dp
-    offers = _Offers(estimator, layers, tps, dp, total, like, bound_s=bound_s)
+    offers = _offers_of(memo, layers, tps, dp, like, bound_s)
     last = len(layers) - 1
 
     @cache
@@ -378,7 +360,7 @@ def _solve(
         if memo.progress.out_of_time:
             raise KeyboardInterrupt
         found = None
-        for least, mine, combination, needs in offers.of(s):
+        for least, mine, combination, needs in offers(s):
             if found is not None and least >= found[0]:
                 break
             rest = list(free)
