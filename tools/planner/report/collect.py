@@ -231,18 +231,13 @@ def timeline_of(
     shape, graph = result.program.shape, result.graph
     shown, left_out = _chosen_lanes(result, max_lanes)
     lane_of = {device: lane for lane, device in enumerate(shown)}
-    size_of = _sizes(result, parameter_bytes)
+    size = _sizes(result, parameter_bytes)
     events = [
         Event(
-            lane=lane_of[d],
-            kind=op.kind,
-            start_s=result.start_s[i],
-            end_s=result.end_s[i],
-            where=(op.microbatch, op.slice, op.chunk, lane_of.get(op.peer, -1)),
-            size=size_of(d, op),
+            lane_of[d], op.kind, start, end, (op.microbatch, op.slice, op.chunk, lane_of.get(op.peer, -1)), size(d, op)
         )
-        for i, (d, op) in enumerate(zip(graph.device, graph.ops))
-        if d in lane_of and op.kind not in SENDS and result.end_s[i] > result.start_s[i]
+        for d, op, start, end in zip(graph.device, graph.ops, result.start_s, result.end_s)
+        if d in lane_of and op.kind not in SENDS and end > start
     ]
     lanes = [
         Lane(
@@ -268,17 +263,10 @@ def pack(
     events, dropped = _bounded(events, max_events)
     kinds = list(dict.fromkeys(e.kind for e in events))
     label = {kind: i for i, kind in enumerate(kinds)}
-    rows = [
-        (
-            e.lane,
-            round(e.start_s * 1e9),
-            round((e.end_s - e.start_s) * 1e9),
-            label[e.kind],
-            *e.where,
-            -1 if e.size is None else round(e.size),
-        )
-        for e in sorted(events, key=lambda e: (e.lane, e.start_s))
-    ]
+    rows = []
+    for e in sorted(events, key=lambda e: (e.lane, e.start_s)):
+        start_ns, duration_ns = round(e.start_s * 1e9), round((e.end_s - e.start_s) * 1e9)
+        rows.append((e.lane, start_ns, duration_ns, label[e.kind], *e.where, -1 if e.size is None else round(e.size)))
     columns = zip(*rows) if rows else ((),) * len(COLUMNS)
     return TimelineData(
         title=title,
