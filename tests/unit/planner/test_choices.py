@@ -320,6 +320,9 @@ def test_layers_run_again_only_where_memory_is_short() -> None:
     assert (_again(5, 3, 0.6), _again(5, 3, 0.4), _again(4, 2, 0.25)) == ((1, 1, 0), (2, 1, 0), (2, 1))
     best = search("auto", priced, Goal(schedules=("1f1b",))).best
     check_emitted(priced, best)
+    assert best.candidate.host_activations, "nothing runs again where main memory has room for it"
+    nodes = tuple(node.model_copy(update={"host_memory_bytes": 1e9}) for node in cluster.nodes)
+    best = search("auto", priced.on(cluster.model_copy(update={"nodes": nodes})), Goal(schedules=("1f1b",))).best
     assert 0 < best.candidate.stages[0].groups[0].kept < 1
     assert relieved(priced, whole.with_(offload=True)).offload
     assert relieved(estimator_of(cluster, priced.model.model_copy(update={"recompute": ("full",)})), whole) == whole

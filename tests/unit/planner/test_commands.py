@@ -272,6 +272,24 @@ def test_bad_parameters_are_named(files, capsys, schedule, parameters, key):
     assert code == 1 and not json.loads(out.out)["valid"]
 
 
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_gpus_without_transformer_engine_that_stay_idle_cost_nothing(files, capsys, objective):
+    """All ranks of a plan with a T4 run slower layers; a plan without it need not."""
+    values = []
+    for more in ([], [{**CLUSTER["nodes"][1], "gpu": "T4"}]):
+        (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *more]}))
+        words = [*common(files), "--precision", "fp16"]
+        code, out = call(capsys, "plan", *words, "--out", files / "p.json", "--objective", objective, "--force")
+        body = json.loads(out.out)
+        values.append(body["iteration_s" if objective == "throughput" else "usd_per_iteration"])
+        assert code == 0 and body["iteration_s"] >= body["search"]["bound"] * (objective == "throughput")
+        code, out = call(capsys, "simulate", files / "p.json", *words)
+        priced = json.loads(out.out)
+        assert code == 0 and priced["iteration_s"] == pytest.approx(body["iteration_s"])
+        assert priced["stages"] == body["stages"]
+    assert values[1] <= values[0] * (1 + 1e-9)
+
+
 def test_chunks_without_layers_are_priced(files, capsys):
     """A stage of one layer beside one of five, both in two chunks."""
     body = json.loads(hand_made(files, schedule="interleaved").read_text())

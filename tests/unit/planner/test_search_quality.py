@@ -231,7 +231,7 @@ def test_the_bound_is_within_the_time_limit(monkeypatch):
     """A search that has used its time returns what it found: nothing long comes after it."""
     progress = Progress(limit_s=0.05)
 
-    def spend(method: str, estimator: object, goal: object, given: Progress) -> SearchResult:
+    def spend(method: str, estimator: object, goal: object, given: Progress, known: float) -> SearchResult:
         while not given.spent:
             time.process_time()
         return SearchResult(method)

@@ -156,6 +156,7 @@ def plan(options: argparse.Namespace) -> int:
         with shown_progress(lambda: verifier.progress, options):
             checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
+    estimator = estimator.running(best.candidate.gpus())
     with collector_paused():
         notes = f"made by the planner, --search {options.search}"
         made = complete(estimator, best, notes, left_s(options, outcome.cpu_s))
@@ -279,7 +280,9 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
     check_same_model(made, estimator.model, str(options.plan), str(options.model))
     check_planned_precision(made, estimator.model, str(options.plan))
     check_experts(made, estimator.model, str(options.plan))
-    return estimator, made
+    kinds = {device for stage in made.stages for replica in stage.replicas for device in replica.devices}
+    pools = [pool for pool, node in enumerate(estimator.cluster.nodes) if node.gpu in kinds]
+    return estimator.running(pools), made
 
 
 def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
@@ -378,9 +381,10 @@ def explain(options: argparse.Namespace) -> int:
     estimator, goal = estimator_from(options), goal_from(options)
     outcome = run_search(estimator, goal, options)
     best = require(outcome, estimator, goal, options)
-    body = summary(estimator, best.candidate, best.estimate, best.simulated_s)
+    running = estimator.running(best.candidate.gpus())
+    body = summary(running, best.candidate, best.estimate, best.simulated_s)
     body["search"] = search_body(outcome, goal)
-    body["binding"] = binding(estimator, goal, best)
+    body["binding"] = binding(running, goal, best)
     body["runners_up"] = alternatives(estimator, outcome, best)
     progress = Progress(limit_s=each_s(options, len(estimator.cluster.nodes)))
     with shown_progress(lambda: progress.text, options):
@@ -391,7 +395,7 @@ def explain(options: argparse.Namespace) -> int:
     for row in body["one_more_node"]:
         more.add_row(row["place"], f"{row['iteration_s']:.4g}", f"{100 * row['change']:+.1f} %")
     page = page_of_search(
-        estimator, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
+        running, best, options, "Plan", binding=body["binding"], runners_up=shown, one_more_node=body["one_more_node"]
     )
     lines = [*bound_lines(outcome, goal), *[f"- {text}" for text in body["binding"]]]
     written = [f"wrote {file}" for file in page.values()]
@@ -411,7 +415,8 @@ def compare(options: argparse.Namespace) -> int:
     with shown_progress(lambda: progress.text, options):
         rows = comparison(estimator, goal, best, progress)
     shown = plans_tables("Comparison", "what", rows)
-    page = page_of_search(estimator, best, options, "Comparison", comparison=rows)
+    running = estimator.running(best.candidate.gpus())
+    page = page_of_search(running, best, options, "Comparison", comparison=rows)
     lines = bound_lines(outcome, goal)
     written = [f"wrote {file}" for file in page.values()]
     say({"rows": rows, "search": search_body(outcome, goal)} | page, options, *shown, *lines, *written)
@@ -433,6 +438,7 @@ def report(options: argparse.Namespace) -> int:
     notes = notes_of(options, options.plan)
     page, body = collect(estimator, candidate, estimate, made, seated, title=title, notes=notes)
     if not options.no_search:
+        estimator = estimator.running(range(len(estimator.cluster.nodes)))
         mine = Found(candidate, estimate, body["iteration_s"])
         kinds = len(estimator.cluster.nodes)
         progress = Progress(limit_s=each_s(options, 2 * kinds + len(goal.schedules)))

@@ -447,9 +447,10 @@ class Verifier:
         for searches in range(1, SEARCHES + 1):
             closest = 0.0
             for found in [f for f in outcome.found if f.runnable][:FINALISTS]:
-                plan = build_plan(estimator, found.candidate, found.estimate)
+                running = estimator.running(found.candidate.gpus())
+                plan = build_plan(running, found.candidate, found.estimate)
                 gpus = [node.gpu for node in estimator.cluster.nodes]
-                kernels = "gpu" if estimator.runtime.fused else "local"
+                kernels = "gpu" if running.runtime.fused else "local"
                 checks = self._checked(plan, found.estimate.memory, gpus, kernels)
                 worst = max(checks, key=lambda c: c.needed_bytes / c.capacity_bytes)
                 if worst.needed_bytes <= worst.capacity_bytes:
@@ -469,7 +470,8 @@ class Verifier:
                 break
             # The formulas' error will be about the same for the next plan: leave that much memory free.
             margin = min(closest, estimator.memory_margin - LEAST_STEP)
-            estimator = Estimator(estimator.cluster, estimator.model, estimator.costs, estimator.runtime, margin)
+            estimator = estimator.on(estimator.cluster)
+            estimator.memory_margin = margin
             outcome = search(estimator)
         problem = f"no finalist fits its GPUs: {self._left[-1] if self._left else 'no further plan was found'}"
         hint = "Plan with a smaller --memory-margin; --no-verify writes the plan all the same"

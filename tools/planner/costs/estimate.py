@@ -3,7 +3,7 @@
 ``docs/cost_model.md`` derives the formulas and says where the schedule simulator differs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,7 +22,8 @@ from .candidate import (
     divided_alike,
     rank_parameters,
 )
-from .layer import Uncertainty
+from .catalogcost import CatalogCosts
+from .layer import Uncertainty, runtime_for
 from .operating import OperatingPoints
 from .schedules import schedule_of
 from .stages import remember_memory, stages_of
@@ -160,6 +161,9 @@ class Estimator(OperatingPoints):
     """Evaluates candidates for one cluster and model."""
 
     evaluations = 0  # number of candidates evaluated so far
+    # whether the GPUs decide about layers (``runtime_for``): plans without kinds that lack Transformer Engine have it
+    follows_gpus = False
+    _with_other_layers: "Estimator | None" = None
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
         """Returns the result of ``simulate`` for the candidate, which is cached; raises PlannerError."""
@@ -179,9 +183,28 @@ class Estimator(OperatingPoints):
         nodes = tuple(self.cluster.nodes[p] for p in pools)
         return self.on(self.cluster.model_copy(update={"nodes": nodes}))
 
-    def on(self, cluster: Cluster) -> "Estimator":
-        """Returns the estimator of the same model on another cluster."""
-        return Estimator(cluster, self.model, self.costs, self.runtime, self.memory_margin)
+    def on(self, cluster: Cluster, used: Iterable[int] | None = None) -> "Estimator":
+        """Returns the estimator of the same model on another cluster.
+
+        Args:
+            used: Pools whose GPUs decide about layers; None: all.
+        """
+        costs, runtime = self.costs, self.runtime
+        if self.follows_gpus:
+            nodes = cluster.nodes if used is None else [cluster.nodes[p] for p in used]
+            runtime = runtime_for(cluster.gpu(node.gpu) for node in nodes)
+            costs = costs if runtime == self.runtime else CatalogCosts(self.model, cluster.gpu, runtime)
+        found = Estimator(cluster, self.model, costs, runtime, self.memory_margin)
+        found.follows_gpus = self.follows_gpus
+        return found
+
+    def running(self, pools: Iterable[int]) -> "Estimator":
+        """Returns the estimator with the layers of a plan on these pools; all its ranks have the same."""
+        gpus = (self.cluster.gpu(self.cluster.nodes[pool].gpu) for pool in pools)
+        if not self.follows_gpus or runtime_for(gpus) == self.runtime:
+            return self
+        self._with_other_layers = self._with_other_layers or self.on(self.cluster, pools)
+        return self._with_other_layers
 
     def time_s(self, candidate: Candidate) -> float:
         """Iteration time, infinite when the candidate does not fit or cannot be run."""

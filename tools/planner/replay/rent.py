@@ -76,7 +76,9 @@ class Ladder:
         options: argparse.Namespace,
     ) -> None:
         self.estimator, self._goal, self._costs, self._options = estimator, goal, costs, options
-        self._bounds = Bounds(estimator, goal)
+        cluster = estimator.cluster
+        newer = [p for p, node in enumerate(cluster.nodes) if cluster.gpu(node.gpu).has_transformer_engine]
+        self._bounds = Bounds(estimator.running(newer), goal)  # no node is faster than with these layers
         self._found: dict[Pool, PoolPlan] = {}
         nodes = estimator.cluster.nodes
         # Groups of the same nodes are rented together.

@@ -341,13 +341,14 @@ def replan(
     is_cpu = plan.predicted is not None and plan.predicted.costs is not None and plan.predicted.costs.host_blocks
     runtime = CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
     estimator = estimator_of(corrected, model, runtime, memory_margin)
+    estimator.follows_gpus = corrected.profile is None and not is_cpu
     before_s = predicted_s(estimator, corrected.plan)
     goal = goal or Goal()
     outcome = search("auto", estimator, goal, Progress()) if find is None else find(estimator, goal)
     best = outcome.best
     better = None
     if best is not None and best.runnable and best.iteration_s < before_s:
-        better = complete(estimator, best, "made by replan from measured figures")
+        better = complete(estimator.running(best.candidate.gpus()), best, "made by replan from measured figures")
     after_s = before_s if better is None or best is None else best.iteration_s
     return Replanned(
         corrected=corrected,
@@ -367,6 +368,7 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
         PlannerError: The plan does not fit the cluster, or there are no figures for one of its replicas.
     """
     candidate, seated = candidate_of(plan, estimator.cluster, "the run's plan")
+    estimator = estimator.running(candidate.gpus())
     candidate = as_said(estimator, candidate, plan)
     estimate = estimator.estimate(candidate)
     if estimate is None:

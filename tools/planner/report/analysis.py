@@ -49,13 +49,13 @@ def stock_plans(estimator: Estimator) -> Iterator[Candidate]:
 
 
 def best_even_split(estimator: Estimator, goal: Goal | None = None) -> tuple[Candidate, Estimate] | None:
-    """The fastest plan of stock Megatron that fits, within the goal's limits; None where there is none."""
+    """The best plan of stock Megatron that fits, within the goal's limits; None where there is none."""
     fitting = [
         (c, e)
         for c in stock_plans(estimator)
-        if (e := estimator.estimate(c)) and estimator.fits(e) and not (goal and goal.violation(c, e))
+        if (e := estimator.running(c.gpus()).estimate(c)) and estimator.fits(e) and not (goal and goal.violation(c, e))
     ]
-    return min(fitting, key=lambda pair: pair[1].iteration_s) if fitting else None
+    return min(fitting, key=lambda pair: (goal or Goal()).value(pair[1])) if fitting else None
 
 
 def _parts(nodes: tuple[NodeGroup, ...]) -> list[tuple[int, ...]]:
@@ -278,6 +278,7 @@ def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress
 
 def simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found:
     """A plan with its simulated time, where it can be simulated."""
+    estimator = estimator.running(candidate.gpus())
     try:
         return Found(candidate, estimate, simulate_block(estimator, candidate, estimate).iteration_s)
     except PlannerError:

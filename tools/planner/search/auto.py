@@ -67,12 +67,14 @@ def _kinds_alone(context: SearchContext, outcome: SearchResult) -> None:
     So more kinds of GPUs never make a plan worse.  Kinds whose bound is above the best value are skipped.  On
     large clusters of many pools the kinds come first: their plans let the search of the whole cluster skip much.
     """
-    nodes = context.merged.estimator.cluster.nodes
+    estimator = context.merged.estimator
+    nodes = estimator.cluster.nodes
     kinds = {kind: tuple(n.quota if n.gpu == kind else 0 for n in nodes) for kind in {n.gpu for n in nodes}}
     if len(kinds) == 1:
         return
     for kind, limits in sorted(kinds.items(), key=lambda item: (context.bounds.value(item[1]), item[0])):
-        if _may_be_better(context, outcome, limits):
+        has_faster_layers = estimator.running([p for p, n in enumerate(limits) if n]) is not estimator  # searched apart
+        if not has_faster_layers and _may_be_better(context, outcome, limits):
             context.progress.text = f"{kind} alone"
             if context.is_near:
                 _join(context, outcome, _kind_alone(context, outcome, kind))

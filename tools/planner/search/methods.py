@@ -13,10 +13,11 @@ from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, operations_of
 from ..costs.stages import rows_of
 from ..errors import PlannerError
+from .balance import balance
 from .bounds import Bounds
 from .finish import confirm, pools_of, sketch_of
 from .moves import over_replicas
-from .outcome import PENALTY, Found, Goal, Progress, SearchResult, collector_paused, in_pools
+from .outcome import Found, Goal, Progress, SearchResult, collector_paused, in_pools
 from .overlap import prefer_plain, prefer_steady
 from .pools import all_gpus
 from .seeds import sizes_over_replicas
@@ -302,10 +303,12 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
     for _ in range(MOST_STEPS):
         best = current
         for i, (candidate, estimate) in enumerate(_promising(estimator, goal, current, tried)):
+            hope = goal.value(estimate) / goal.value(current.estimate) * current.value(goal)
+            if candidate.host_activations and hope >= known and estimator.model.seq_length < LONG:
+                continue  # copies take long to simulate
             # an exchange counts as what it takes
             operations = max(1, operations_of(estimator, candidate)) * (EXCHANGING if candidate.exchange else 1)
             left -= operations
-            hope = goal.value(estimate) / goal.value(current.estimate) * current.value(goal)
             is_hopeful = i == 0 and operations <= MOST_OF_ONE and hope < known * (1 - LEAST_GAIN)
             if progress.spent or (left < 0 and not is_hopeful):
                 return best
@@ -388,6 +391,10 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
                     yield from (c.with_(recompute=recompute, host_activations=share) for share in SHARES)
         if not schedule_of(c).shards_parameters:
             yield from (c.with_(host_activations=share) for share in (0.0, *SHARES) if share != c.host_activations)
+    elif c.recompute != "none" in estimator.model.recompute and not (c.sizes or schedule_of(c).shards_parameters):
+        kept = c.with_(recompute="none", depths=())
+        free = balance(estimator, tuple(s.groups for s in kept.stages), kept, fits=False)
+        yield from (free.with_(host_activations=share) for share in SHARES if free is not None)
 
 
 def _expert_parallel(estimator: Estimator, c: Candidate) -> Iterator[Candidate]:
@@ -478,22 +485,32 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 
 
 def search(
-    method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None, robust: bool = True
+    method: str,
+    estimator: Estimator,
+    goal: Goal,
+    progress: Progress | None = None,
+    robust: bool = True,
+    known: float | None = None,
 ) -> SearchResult:
     """Run one of ``METHODS``, and compute the lower bound for any plan.
 
     Args:
         robust: Of nearly equally fast plans, take the one that loses least where figures are off.
+        known: Value of a plan on a part of the GPUs: all are searched together, and worse plans skipped.
     """
-    progress, started = progress or Progress(), time.process_time()
-    vendors = estimator.cluster.of_vendors(p for p, quota in enumerate(all_gpus(estimator)) if quota)
+    progress, started, cluster = progress or Progress(), time.process_time(), estimator.cluster
+    pools = [p for p, quota in enumerate(all_gpus(estimator)) if quota]
+    vendors = cluster.of_vendors(pools)
+    newer = [p for p in pools if cluster.gpu(cluster.nodes[p].gpu).has_transformer_engine]
     if len(vendors) > 1 and not goal.mixes_vendors:
-        return _vendors_apart(method, estimator, goal, progress, robust, vendors)
+        return _apart(method, estimator, goal, progress, robust, vendors)
+    if known is None and newer and estimator.running(newer) is not estimator:  # whose ranks run faster layers alone
+        return _apart(method, estimator, goal, progress, robust, [newer, pools])
     outcome, bounds, bound = SearchResult(method), None, 0.0
     try:
         bounds = Bounds(estimator, goal)
         bound = bounds.value(all_gpus(estimator))  # before the search, so that its CPU time counts
-        outcome = _search(method, estimator, goal, progress)
+        outcome = _search(method, estimator, goal, progress, inf if known is None else known)
         if method == "auto":
             choose(estimator, goal, progress, outcome)
             prefer_plain(estimator, goal, outcome)
@@ -514,27 +531,38 @@ def search(
     return outcome
 
 
-def _vendors_apart(
-    method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, vendors: list[list[int]]
+def _apart(
+    method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, parts: list[list[int]]
 ) -> SearchResult:
-    """Search each vendor's GPUs alone; returns the best result, with the other vendors' plans after its own."""
-    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[float, str, SearchResult]]()
-    for left, pools in zip(range(len(vendors), 0, -1), vendors):
+    """Search parts of the cluster alone; returns the best result, with the plans on other parts after its own.
+
+    Args:
+        parts: The pools of each vendor, or those with newer layers and then all.
+    """
+    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[bool, float, str, SearchResult]]()
+    are_vendors = not set(parts[0]) & set(parts[-1])
+    known = None if are_vendors else inf
+    for left, pools in zip(range(len(parts), 0, -1), parts):
         spent_s = time.process_time() - progress.started
         progress.limit_s, progress.is_over, progress.kept = spent_s + (limit_s - spent_s) / left, False, []
-        theirs = search(method, estimator.only(pools), goal, progress, robust)
-        theirs.found = in_pools(estimator, theirs.found, pools)
-        near = [] if theirs.nearest is None else in_pools(estimator, [Found(*theirs.nearest)], pools)
+        priced = estimator.running(pools)
+        theirs = search(method, estimator.only(pools), goal, progress, robust, known)
+        theirs.found = in_pools(priced, theirs.found, pools)
+        near = [] if theirs.nearest is None else in_pools(priced, [Found(*theirs.nearest)], pools)
         theirs.nearest = (near[0].candidate, near[0].estimate) if near else None
-        value = inf if theirs.nearest is None else PENALTY * goal.score(estimator, *theirs.nearest)
-        value = value if theirs.best is None else theirs.best.value(goal)
-        outcomes.append((value, " and ".join(sorted({nodes[p].gpu for p in pools})), theirs))
+        if theirs.best is not None:
+            value = theirs.best.value(goal)
+            known = None if known is None else min(known, value)
+        else:  # by how much the nearest plan misses
+            value = goal.score(priced, *theirs.nearest) / goal.value(theirs.nearest[1]) if theirs.nearest else inf
+        outcomes.append((theirs.best is None, value, " and ".join(sorted({nodes[p].gpu for p in pools})), theirs))
         if theirs.interrupted and not progress.spent:
             break
     progress.limit_s = limit_s
-    (_, _, best), *others = sorted(outcomes, key=lambda entry: entry[0])
-    for _, names, theirs in others:
-        best.other_vendors[names] = None if theirs.best is None else theirs.best.iteration_s
+    (*_, best), *others = sorted(outcomes, key=lambda entry: entry[:2])
+    for *_, names, theirs in others:
+        if are_vendors:
+            best.other_vendors[names] = None if theirs.best is None else theirs.best.iteration_s
         best.found += theirs.found
         best.bound, best.exact = min(best.bound, theirs.bound), best.exact and theirs.exact
         best.cpu_s, best.interrupted = best.cpu_s + theirs.cpu_s, best.interrupted or theirs.interrupted
@@ -559,7 +587,7 @@ def _distinct(found: list[Found]) -> list[Found]:
     return list(kept.values())
 
 
-def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -> SearchResult:
+def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress, known: float) -> SearchResult:
     """Run one method; its module is imported when needed."""
     if method in ("zorse", "sailor"):
         from .papers import search_sailor, search_zorse
@@ -571,4 +599,4 @@ def _search(method: str, estimator: Estimator, goal: Goal, progress: Progress) -
         return search_poplar(estimator, goal, progress)
     from .auto import search_auto
 
-    return search_auto(estimator, goal, progress)
+    return search_auto(estimator, goal, progress, known=known)
