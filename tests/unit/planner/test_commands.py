@@ -275,10 +275,10 @@ def test_bad_parameters_are_named(files, capsys, schedule, parameters, key):
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
 def test_gpus_without_transformer_engine_that_stay_idle_cost_nothing(files, capsys, objective):
     """All ranks of a plan with a T4 run slower layers; a plan without it need not."""
-    values = []
-    for more in ([], [{**CLUSTER["nodes"][1], "gpu": "T4"}]):
-        (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [CLUSTER["nodes"][0], *more]}))
-        words = [*common(files), "--precision", "fp16"]
+    values, (newer, older) = [], CLUSTER["nodes"]
+    for more in ([], [{**older, "gpu": "T4", "gpus_per_node": 2}]):
+        (files / "c.yaml").write_text(yaml.safe_dump({"nodes": [{**newer, "gpus_per_node": 4}, *more]}))
+        words = [*common(files), "--precision", "fp16", "--seq-length", "4096"]
         code, out = call(capsys, "plan", *words, "--out", files / "p.json", "--objective", objective, "--force")
         body = json.loads(out.out)
         values.append(body["iteration_s" if objective == "throughput" else "usd_per_iteration"])
