@@ -13,7 +13,6 @@ from benchmarks.config_models import SMALL, logit_difference, one_rank
 from benchmarks.configs import FILES
 from benchmarks.machine import write_between_marks
 from testing.runner import words
-from tools.planner.__main__ import main
 from tools.planner.inputs.model import load_model
 from tools.planner.inputs.model_configs import from_config
 from tools.planner.inputs.model_families import FAMILIES
@@ -136,37 +135,3 @@ def test_the_tables_of_the_documentation_are_those_of_the_code(tmp_path):
     made = Path(shutil.copy(page, tmp_path))
     write_between_marks(made, "benchmarks.configs", configs.tables())
     assert made.read_text() == page.read_text(), "run python -m benchmarks.configs --json OUT --markdown docs/models.md"
-
-
-CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 8}]}
-
-
-def planned(folder, config, capsys, *more):
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "cluster.json").write_text(json.dumps(CLUSTER))
-    common = ["--cluster", str(folder / "cluster.json"), "--model", str(folder / "config.json")]
-    common += ["--seq-length", "2048", "--global-batch-size", "8"]
-    assert main(["plan", *common, "--out", str(folder / "plan.json"), *more]) == 0
-    return common, capsys.readouterr().out
-
-
-def test_plan_check_and_emit_say_what_was_taken_over(tmp_path, capsys):
-    common, out = planned(tmp_path, FILES["llama-3.2-1b"], capsys)
-    assert "--rope-scaling-factor 32.0" in out.replace("\n", " ")
-    assert main(["check", str(tmp_path / "plan.json"), *common]) == 0
-    assert "--rope-scaling-factor" in capsys.readouterr().out
-    assert main(["emit", str(tmp_path / "plan.json"), *common, "--out", str(tmp_path / "run")]) == 0
-    arguments = (tmp_path / "run" / "args.sh").read_text()
-    for line in ("--rope-scaling-factor 32.0", "--use-rope-scaling", "--norm-epsilon 1e-05", "--rotary-base 500000"):
-        assert f"    {line}\n" in arguments
-    assert "--untie-embeddings-and-output-weights" not in arguments
-
-
-def test_what_megatron_cannot_express_is_priced_and_named_and_not_emitted(tmp_path, capsys):
-    common, out = planned(tmp_path, FILES["gemma-2-9b"], capsys)
-    assert "attn_logit_softcapping" in out
-    for command in (["emit", "--out", str(tmp_path / "run")], ["dry-run"]):
-        options = common[2:] if command[0] == "dry-run" else common
-        assert main([command[0], str(tmp_path / "plan.json"), *options, *command[1:]]) == 2
-        assert "so Megatron would train another model" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
