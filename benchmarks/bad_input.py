@@ -53,7 +53,7 @@ from benchmarks.bad_input_cases import (
     random_numbers,
 )
 from benchmarks.bad_input_listed import listed
-from benchmarks.machine import machine
+from benchmarks.machine import command_line, write_report
 from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
 from megatron_het.plan import PlanError
@@ -467,8 +467,7 @@ def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier:
         cases += found["cases"]
         counts.update({key: found[key] for key in KEYS})
         longest_s = max(longest_s, found["longest_s"])
-    report = {"benchmark": "bad_input", "machine": machine(), "seed": seed, "cases": cases, "of": of}
-    report |= {"parts": sorted(parts, key=_part)}
+    report = {"benchmark": "bad_input", "seed": seed, "cases": cases, "of": of, "parts": sorted(parts, key=_part)}
     return report | {key: counts[key] for key in KEYS} | {"longest_s": round(longest_s, 2)}
 
 
@@ -482,7 +481,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def main() -> int:
     """Command line; exit code 1 unless all counts but those of clear answers are 0."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line("benchmarks.bad_input", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the mutations (default %(default)s)")
     parser.add_argument("--count", type=int, default=1500, help="cases in all (default %(default)s)")
     parser.add_argument(
@@ -491,14 +490,11 @@ def main() -> int:
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of other parts, to be counted too"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the counts to this file")
     options = parser.parse_args()
     cases, (index, parts) = cases_of(options.seed, options.count), options.part
     answers = run(cases[index - 1 :: parts], show=True)
     report = report_of(answers, options.seed, len(cases), f"{index}/{parts}", options.add)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+    write_report(options.json, report, unprinted=())
     return 1 if any(report[key] for key in KEYS[2:]) else 0
 
 

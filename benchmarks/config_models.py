@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -161,16 +162,10 @@ def _arguments(words: list[str]) -> Any:
     """Returns Megatron's arguments, parsed by its own parser."""
     from megatron.training.arguments import parse_args, validate_args
 
-    given, environment = sys.argv, dict(os.environ)
-    sys.argv = ["pretrain_gpt.py", *words]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    try:
+    one_rank = mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with one_rank, mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words]):
         args = parse_args()
         validate_args(args, {})
-    finally:
-        sys.argv = given
-        os.environ.clear()
-        os.environ.update(environment)
     return args
 
 

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.doctor.participant import Heart
@@ -54,6 +55,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.board = ServedBoard("127.0.0.1", 0, TOKEN)
+        self.port = self.board.port
         stages = tuple(Stage((1,), (Replica((rank,), (0,)),)) for rank in range(2))
         plan = Plan(ModelShape(2, 32, 4, 2, 32, ffn_hidden_size=64), TrainingShape(1, 1), stages)
         self.controller = Controller(self.board, GivenPlans([plan]), folder / "state.json", 2, Bounds(), lambda _: None)
@@ -96,11 +98,6 @@ class Job:
         return not self._thread.is_alive() or len(self.controller.history) != 1
 
     @property
-    def port(self) -> int:
-        """Port of the controller."""
-        return self.board.port
-
-    @property
     def stored_bytes(self) -> int:
         """Size of all documents."""
         return self.board.stored_bytes
@@ -130,7 +127,7 @@ class Meeting:
 
     def __init__(self, folder: Path) -> None:
         self._environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), TOKEN_VARIABLE: TOKEN}
-        with self._launched():
+        with mock.patch.dict(os.environ, self._environment):
             self.stores = [job_store(rank, _START_S, _SOON_S) for rank in range(2)]
             self.port = next(port for host, port in places() if _is_store(host, port))
             self._exchanges = [Exchange(rank, 2, _START_S) for rank in range(2)]
@@ -139,16 +136,6 @@ class Meeting:
         self.missed = self._turn = 0
         self._is_broken = False
         self.live()
-
-    @contextlib.contextmanager
-    def _launched(self) -> Iterator[None]:
-        before = dict(os.environ)
-        os.environ.update(self._environment)
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
 
     def live(self) -> None:
         """Run one exchange and one sample of the ranks, and count missing or wrong values."""
@@ -188,7 +175,7 @@ class Meeting:
 
     def member(self, port: int, patience_s: float = _SOON_S) -> Store:
         """A rank that finds the store elsewhere."""
-        with self._launched():
+        with mock.patch.dict(os.environ, self._environment):
             token = job_token()
         return Store(lambda: [("127.0.0.1", port)], token, patience_s)
 
@@ -427,11 +414,8 @@ def measure(seed: int, scale: int, folder: Path, *, with_torch: bool = True) -> 
     found: dict[str, Any] = {"seed": seed, "most_strangers_at_once": server.MAX_STRANGERS}
     kinds: dict[str, Callable[[Path], Job | Meeting]] = {"controller": Job, "meeting": Meeting}
     for kind, make in kinds.items():
-        job = make(folder)
-        try:
+        with contextlib.closing(make(folder)) as job:
             found[kind] = _attack(job, seed, scale, with_torch)
-        finally:
-            job.close()
     for key in ("ended", "changed", "answered", "stored_bytes", "refused", "workers_missed"):
         found[key] = sum(found[kind][key] for kind in kinds)
     return found

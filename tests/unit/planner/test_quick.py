@@ -226,8 +226,10 @@ def estimator_of_depths(latency_s: float, model: Model = MODEL, bytes_per_s: flo
     return estimator_of(Cluster(nodes=nodes, links=(link,)), model)
 
 
-def found(prices, layers: tuple[int, int] = (8, 8)) -> Found:
-    candidate = Candidate(tuple(Stage(n, (Group(s, 1, 2),)) for s, n in enumerate(layers)), 1)
+EVEN = Candidate(tuple(Stage(8, (Group(s, 1, 2),)) for s in (0, 1)), 1)
+
+
+def found(prices, candidate: Candidate = EVEN) -> Found:
     estimate = prices.estimate(candidate)
     return Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
 
@@ -260,9 +262,7 @@ def test_fast_links_keep_megatrons_order():
 def test_wide_stages_are_not_slow_links():
     """A stage of many replicas takes a microbatch every moment, yet each replica takes as long as ever."""
     prices = estimator_of(cluster_of(("A100-40", 12, 4, 50e9)), MODEL)
-    candidate = Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1)
-    estimate = prices.estimate(candidate)
-    wide = Found(candidate, estimate, simulate_block(prices, candidate, estimate).iteration_s)
+    wide = found(prices, Candidate((Stage(8, (Group(0, 1, 24),)), Stage(8, (Group(0, 1, 16),))), 1))
     calls = []
     prices.estimate = calls.append
     assert deeper(prices, Goal(), wide) is wide
@@ -478,19 +478,9 @@ def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
 
 def test_thousands_of_stages_and_kinds_are_not_all_shown() -> None:
     """To lay out such a table takes longer than many a search."""
-    row = {
-        "stage": 0,
-        "gpu": "A100",
-        "place": "A100",
-        "tp": 1,
-        "cp": 1,
-        "replicas": 1,
-        "layers": 1,
-        "recomputed": 0,
-        "busy_s": 1.0,
-    }
-    row |= {"microbatches_per_replica": 1, "memory_bytes": {"weights": 1.0}, "total_bytes": 1.0, "fits": True}
-    row |= {"capacity_bytes": 2.0, "state_share": None}
+    counts = ("stage", "tp", "cp", "replicas", "layers", "recomputed", "microbatches_per_replica")
+    row: dict[str, Any] = dict.fromkeys((*counts, "busy_s", "total_bytes", "capacity_bytes"), 1)
+    row |= {"gpu": "A100", "place": "A100", "memory_bytes": {"weights": 1.0}, "fits": True, "state_share": None}
     names = ("simulated_s", "model_flops_utilisation", "blocking_transfers_s", "offload", "documents", "precision")
     body: dict[str, Any] = dict.fromkeys(names) | {"by_cause_s": {}, "extras": [], "host_memory": []}
     body |= {"catalog_prices": {}, "idle_gpus": {}, "uncertainty_of": {"runs": 1, "of": "runs"}}
