@@ -194,7 +194,10 @@ class Event(NamedTuple):
     kind: Kind
     start_s: float
     end_s: float
-    where: tuple[int, int, int, int]  # microbatch, slice, chunk and peer
+    microbatch: int
+    slice: int
+    chunk: int
+    peer: int
     size: float | None
 
 
@@ -231,13 +234,21 @@ def timeline_of(
     shape, graph = result.program.shape, result.graph
     shown, left_out = _chosen_lanes(result, max_lanes)
     lane_of = {device: lane for lane, device in enumerate(shown)}
-    size = _sizes(result, parameter_bytes)
+    size_of = _sizes(result, parameter_bytes)
     events = [
         Event(
-            lane_of[d], op.kind, start, end, (op.microbatch, op.slice, op.chunk, lane_of.get(op.peer, -1)), size(d, op)
+            lane=lane_of[d],
+            kind=op.kind,
+            start_s=result.start_s[i],
+            end_s=result.end_s[i],
+            microbatch=op.microbatch,
+            slice=op.slice,
+            chunk=op.chunk,
+            peer=lane_of.get(op.peer, -1),
+            size=size_of(d, op),
         )
-        for d, op, start, end in zip(graph.device, graph.ops, result.start_s, result.end_s)
-        if d in lane_of and op.kind not in SENDS and end > start
+        for i, (d, op) in enumerate(zip(graph.device, graph.ops))
+        if d in lane_of and op.kind not in SENDS and result.end_s[i] > result.start_s[i]
     ]
     lanes = [
         Lane(
@@ -263,10 +274,20 @@ def pack(
     events, dropped = _bounded(events, max_events)
     kinds = list(dict.fromkeys(e.kind for e in events))
     label = {kind: i for i, kind in enumerate(kinds)}
-    rows = []
-    for e in sorted(events, key=lambda e: (e.lane, e.start_s)):
-        start_ns, duration_ns = round(e.start_s * 1e9), round((e.end_s - e.start_s) * 1e9)
-        rows.append((e.lane, start_ns, duration_ns, label[e.kind], *e.where, -1 if e.size is None else round(e.size)))
+    rows = [
+        (
+            e.lane,
+            round(e.start_s * 1e9),
+            round((e.end_s - e.start_s) * 1e9),
+            label[e.kind],
+            e.microbatch,
+            e.slice,
+            e.chunk,
+            e.peer,
+            -1 if e.size is None else round(e.size),
+        )
+        for e in sorted(events, key=lambda e: (e.lane, e.start_s))
+    ]
     columns = zip(*rows) if rows else ((),) * len(COLUMNS)
     return TimelineData(
         title=title,
