@@ -163,7 +163,7 @@ def job_of(case: Case, file: Path, devices: list[CpuDevice], data: DataFiles) ->
     plan = load_plan(file)
     words = model_arguments(plan, case.model)
     words += [*data.arguments, "--data-cache-path", str(Path(data.train_prefix).parent / "cache")]
-    words += [*training_arguments(ITERATIONS, ITERATIONS, False), *CPU_ARGUMENTS]
+    words += [*training_arguments(ITERATIONS, ITERATIONS), *CPU_ARGUMENTS]
     words += [*plan_arguments(plan), "--make-vocab-size-divisible-by", "128"]
     words += ["--het-plan", str(file), "--het-report", str(file.parent / "ranks")]
     return Job(

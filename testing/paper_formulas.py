@@ -63,9 +63,6 @@ def ministage_materialized_layers(layers: int, ministages: int) -> float:
     return min(2 * layers / ministages, layers)
 
 
-def ministage_gathers(layers: int, kept_at_turn: int = 0) -> int:
-    """All-gathers of single layers per iteration and device: one forward, one backward (Zorse, Table 2).
-
-    ``kept_at_turn`` layers, those of the last ministage, need only one when they stay for the backward.
-    """
-    return 2 * layers - kept_at_turn
+def ministage_gathers(layers: int) -> int:
+    """All-gathers of single layers per iteration and device: one forward, one backward (Zorse, Table 2)."""
+    return 2 * layers

@@ -461,11 +461,11 @@ def promised(estimator: Estimator, outcome: SearchResult) -> float | None:
     return read_back(estimator, plan)[1] / best.iteration_s
 
 
-def random_search(estimator: Estimator, goal: Goal, seed: int, count: int = RANDOM_CANDIDATES) -> float:
-    """Value of the best of ``count`` random plans with balanced layers, of which the finalists are simulated."""
+def random_search(estimator: Estimator, goal: Goal, seed: int) -> float:
+    """Value of the best of many random plans with balanced layers, of which the finalists are simulated."""
     rng, model = random.Random(seed), estimator.model
     memo = CandidateCache(estimator, goal, Progress())
-    for _ in range(count):
+    for _ in range(RANDOM_CANDIDATES):
         like = Candidate(
             (), rng.choice(model.batch_sizes), rng.choice(model.recompute), zero_stage=int(model.distributed_optimizer)
         )

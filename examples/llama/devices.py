@@ -80,15 +80,14 @@ def mixed_devices(cores: Sequence[int], max_cores: int = 4) -> list[CpuDevice]:
     return devices
 
 
-def paced_devices(cores: Sequence[int], max_cores: int = 4, running: float = 0.5) -> list[CpuDevice]:
-    """Returns devices with a core of their own each: the first half fast, the other half slow.
+def paced_devices(cores: Sequence[int], max_cores: int = 4) -> list[CpuDevice]:
+    """Returns devices with a core of their own each: the first half fast, the others slow, which run half of the time.
 
     One core gives two slow devices that share it: a plan gains nothing there.
 
     Args:
         cores: Cores to use, in order of preference.
         max_cores: Use at most this many of them: every process loads its own copy of PyTorch.
-        running: Share of the time that slow devices run.
 
     Raises:
         ValueError: No core given.
@@ -98,7 +97,7 @@ def paced_devices(cores: Sequence[int], max_cores: int = 4, running: float = 0.5
         return mixed_devices(cores, max_cores)
     whole = (len(used) + 1) // 2
     devices = [CpuDevice(f"fast-{i}", "fast", core) for i, core in enumerate(used[:whole])]
-    return devices + [CpuDevice(f"slow-{i}", "slow", core, running) for i, core in enumerate(used[whole:])]
+    return devices + [CpuDevice(f"slow-{i}", "slow", core, running=0.5) for i, core in enumerate(used[whole:])]
 
 
 def pinning(devices: Sequence[CpuDevice]) -> str:

@@ -173,7 +173,7 @@ def run(out: Path, size: Size, source: Path | None, screen: Screen) -> dict[str,
         *model_arguments(plans[0], jobs.model_of(plans[0])),
         *common_arguments(plans[0]),
         *[*data.arguments, "--data-cache-path", str(out / "data" / "cache")],
-        *jobs.training_arguments(size.iterations, size.iterations, False),
+        *jobs.training_arguments(size.iterations, size.iterations),
         *jobs.machine_arguments(jobs.gpus_here() > 0),
     ]
     screen.title(f"Training: {size.iterations} iterations on three nodes")

@@ -63,13 +63,13 @@ def machine_arguments(is_cuda: bool) -> list[str]:
     return [word for flag in platform_flags(is_cuda=True) for word in flag.words]
 
 
-def training_arguments(iterations: int, decay_iterations: int, evaluate: bool) -> list[str]:
+def training_arguments(iterations: int, decay_iterations: int) -> list[str]:
     """Returns the flags of the optimization, the same for every plan."""
     return (
         f"--train-iters {iterations} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
         f"--lr-decay-iters {decay_iterations} --lr-warmup-iters {max(1, decay_iterations // 10)} "
         "--adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.02 --seed 1234 "
-        f"--eval-iters {4 if evaluate else 0} --eval-interval {max(1, iterations)} --log-interval 1 --log-throughput"
+        f"--eval-iters 0 --eval-interval {max(1, iterations)} --log-interval 1 --log-throughput"
     ).split()
 
 

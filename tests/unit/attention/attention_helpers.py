@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_het.attention.calls import Reach
 from megatron_het.attention.kernel_choice import choose_kernel
-from megatron_het.attention.kernels import Kernel, Setting
+from megatron_het.attention.kernels import Setting
 from megatron_het.attention.kv_cache import KVCache
 from megatron_het.attention.places import SliceContext
 from megatron_het.attention.slice_attention import slice_attention
@@ -62,15 +62,13 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 class Sliced:
     """One microbatch, slice by slice: forwards and backwards in any order."""
 
-    def __init__(
-        self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0, kernel: Kernel = CPU
-    ) -> None:
-        self.cache, self.microbatch, self.kernel, self.outs = cache, microbatch, kernel, []
+    def __init__(self, cache: KVCache, tensors: list[torch.Tensor], n: int, microbatch: int = 0) -> None:
+        self.cache, self.microbatch, self.outs = cache, microbatch, []
         self.leaves = [[p.clone().requires_grad_() for p in t.chunk(n)] for t in tensors[:3]]
         self.grads = tensors[3].chunk(n)
 
     def attend(self, index: int, *tensors: torch.Tensor, **more: Any) -> torch.Tensor:
-        place = {"cache": self.cache, "kernel": self.kernel, "microbatch": self.microbatch, "index": index}
+        place = {"cache": self.cache, "kernel": CPU, "microbatch": self.microbatch, "index": index}
         return slice_attention(*tensors, SliceContext(scale=SCALE, **place, **more))
 
     def forward(self, index: int, again: bool = False, **more: Any) -> None:

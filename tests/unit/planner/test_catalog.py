@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -323,10 +324,10 @@ def test_names_that_are_refused() -> None:
     assert all(map(folder_problem, ("relative", "/a\nb", "/a%j", "/a\\b")))
 
 
-def _emit(tmp_path: Path, folder: str = "run", **launch: Any) -> Path:
+def _emit(tmp_path: Path, folder: str = "run", extra: Sequence[str] = ("--x", "y"), **launch: Any) -> Path:
     out = tmp_path / folder
     options = LaunchOptions(**{"run_dir": str(out), **launch})
-    emit(Plan.from_json(PLAN), out, node_kinds(cluster_from_document(CLUSTER, "c")), {"EXTRA": ["--x", "y"]}, options)
+    emit(Plan.from_json(PLAN), out, node_kinds(cluster_from_document(CLUSTER, "c")), {"EXTRA": extra}, options)
     return out
 
 
@@ -373,12 +374,9 @@ def test_extra_flags_that_contradict(flags: str) -> None:
 def test_extra_flags_that_are_fine(tmp_path: Path) -> None:
     words = ["--data-path", '"$(touch x)"', "--log-throughput", "--fp16-lm-cross-entropy"]
     assert extra_flags(shlex.join(words)) == words
-    plan = Plan.from_json(PLAN)
-    kinds = node_kinds(cluster_from_document(CLUSTER, "c"))
-    emit(plan, tmp_path, kinds, {"EXTRA": words}, LaunchOptions(run_dir=str(tmp_path)))
-    script = f'cd {tmp_path} && source ./args.sh && printf "%s\\n" "${{EXTRA_ARGS[@]}}"'
+    script = f'cd {_emit(tmp_path, extra=words)} && source ./args.sh && printf "%s\\n" "${{EXTRA_ARGS[@]}}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == words and not (tmp_path / "x").exists()
+    assert done.stdout.splitlines() == words and not (tmp_path / "run" / "x").exists()
 
 
 def test_names_that_are_fine() -> None:

@@ -14,6 +14,7 @@ from megatron_het.schedule.simulate import simulate
 from testing.planner_cases import (
     LLAMA_70B,
     best_value,
+    cluster_of,
     compare_case,
     estimator_of,
     model_of,
@@ -332,10 +333,7 @@ def test_a_kind_alone_in_a_large_cluster_is_searched_as_if_there_were_nothing_el
 @pytest.mark.full
 def test_ministages_do_not_hide_what_is_faster_at_long_sequences():
     """Their closed form was so hopeful that nothing else was simulated, and the plan 16 % slower than without them."""
-    nodes_of = (("H100-SXM", 8), ("H200", 4))
-    cluster = Cluster(
-        nodes=tuple(NodeGroup(gpu=g, count=n, gpus_per_node=8, network_bytes_per_s=50e9) for g, n in nodes_of)
-    )
+    cluster = cluster_of(("H100-SXM", 8, 8, 50e9), ("H200", 4, 8, 50e9))
     model = model_of(
         **LLAMA_70B, layers=80, words=128256, tokens=131072, batch=32, precision="bf16", distributed_optimizer=True
     )

@@ -54,7 +54,7 @@ def pipeline(*layers: int) -> Plan:
     return complete(found, Found(candidate, estimate, seconds))
 
 
-def hellos(plan: Plan, host: Callable[[int], str] = lambda rank: "here") -> list[Hello]:
+def hellos(plan: Plan) -> list[Hello]:
     program, costs = program_of(plan), costs_of(plan)
     assert costs is not None
     graph = Graph(program)
@@ -64,28 +64,24 @@ def hellos(plan: Plan, host: Callable[[int], str] = lambda rank: "here") -> list
         if kind in TIMED:
             row = seconds[graph.device[node]]
             row[kind.name] = row.get(kind.name, 0.0) + duration
-    return [Hello(rank, rank, host(rank), host(rank), row) for rank, row in enumerate(seconds)]
+    return [Hello(rank, rank, "here", "here", row) for rank, row in enumerate(seconds)]
 
 
 def follow(
     plan: Plan,
     factor: Callable[[int, int], float],
     link_s: Callable[[int, int, int], float] = lambda iteration, source, target: 1.2e-4,
-    iteration_s: Callable[[int], float] = lambda iteration: 1.0,
-    until: int = 30,
-    host: Callable[[int], str] = lambda rank: "here",
 ) -> Monitor:
-    """Let ranks of a pipeline tell of iterations.
+    """Let ranks of a pipeline tell of 30 iterations of a second each.
 
     Args:
         factor: (iteration, rank) -> measured over predicted compute.
         link_s: (iteration, source, target) -> seconds of a transfer.
-        iteration_s: Time of an iteration.
     """
-    said = hellos(plan, host)
+    said = hellos(plan)
     monitor = Monitor(plan, said, Settings())
     world = plan.world_size
-    for iteration in range(1, until + 1):
+    for iteration in range(1, 31):
         samples = {}
         for hello in said:
             rank = hello.rank
@@ -97,7 +93,7 @@ def follow(
                 for p in peers
             }
             measured = {op: seconds * factor(iteration, rank) for op, seconds in hello.predicted_s.items()}
-            told = Sample(iteration, iteration_s(iteration), measured, sent, received, dict.fromkeys(peers, 8))
+            told = Sample(iteration, 1.0, measured, sent, received, dict.fromkeys(peers, 8))
             samples[rank] = Sample.decode(told.encode())
         monitor.add(samples)
     return monitor
