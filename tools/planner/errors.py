@@ -2,9 +2,11 @@
 
 import difflib
 import json
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,29 @@ class PlannerError(ValueError):
         super().__init__(one_line(text))
 
 
-def from_file_error(error: FileError, hint: str = "") -> PlannerError:
-    """Returns the PlannerError for a file that cannot be read or written."""
-    return PlannerError(error.path, error.where or "(file)", None, error.problem, error.hint or hint)
+@contextmanager
+def file_errors(hint: str = "", option: str = "", path: str | os.PathLike[str] = "") -> Iterator[None]:
+    """Raise the PlannerError for a file that cannot be read or written in this block.
+
+    Args:
+        option: The command-line option that names ``path``, if the error is about the option.
+    """
+    try:
+        yield
+    except FileError as error:
+        if option:
+            raise PlannerError("command line", option, str(path), error.problem, error.hint) from None
+        raise PlannerError(error.path, error.where or "(file)", None, error.problem, error.hint or hint) from None
 
 
-def from_plan_error(file: str, error: PlanError) -> PlannerError:
-    """Returns the PlannerError for an error in a plan, with the name of the plan's file."""
-    if error.where == "plan file":
-        return PlannerError(file, "(file)", None, error.problem, error.hint)
-    return PlannerError(file, error.where, error.value, error.problem, error.hint)
+@contextmanager
+def plan_errors(file: str = "plan") -> Iterator[None]:
+    """Raise the PlannerError for an error in a plan in this block, with the name of the plan's file."""
+    try:
+        yield
+    except PlanError as error:
+        where, value = ("(file)", None) if error.where == "plan file" else (error.where, error.value)
+        raise PlannerError(file, where, value, error.problem, error.hint) from None
 
 
 def validated(model: type[Any], document: Any, file: str, place: tuple[str | int, ...] = ()) -> Any:

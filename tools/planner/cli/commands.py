@@ -22,7 +22,7 @@ from megatron_het.safe_io import MAX_PASSES, shown, write_bytes
 from ..costs.build import as_said, candidate_of, check_same_model, read_plan, rooms_of
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..errors import PlannerError, command, from_plan_error
+from ..errors import PlannerError, command, plan_errors
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.model import Model, model_of
@@ -329,10 +329,8 @@ def refuse_unrunnable(made: Any, file: str) -> None:
     """Refuse a plan that the runtime refuses, because it has no iteration time; raises PlannerError."""
     from megatron_het.features.registry import check_plan_alone
 
-    try:
+    with plan_errors(file):
         check_plan_alone(made)
-    except PlanError as error:
-        raise from_plan_error(file, error) from None
 
 
 def profile(options: argparse.Namespace) -> int:

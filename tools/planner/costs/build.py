@@ -15,7 +15,6 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import (
     ModelShape,
     Plan,
-    PlanError,
     Prediction,
     RankPrediction,
     Replica,
@@ -30,7 +29,7 @@ from megatron_het.schedule.generators.listing import ORDERS, Part
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 from megatron_het.schedule.memory import Moment, moments
 
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, plan_errors
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
@@ -79,10 +78,8 @@ def model_shape(model: Model) -> ModelShape:
 
 def read_plan(file: str | os.PathLike[str]) -> Plan:
     """Read a plan file; raises PlannerError."""
-    try:
+    with plan_errors(str(file)):
         return load_plan(file)
-    except PlanError as error:
-        raise from_plan_error(str(file), error) from None
 
 
 def check_same_model(plan: Plan, model: Model, plan_file: str, model_file: str) -> None:
@@ -226,12 +223,10 @@ def build_plan(
     )
     if not checked:
         return plan
-    try:
+    with plan_errors():
         check_plan(plan)
         if "zero_stage" not in parameters:  # ZeRO-2 and 3 without a window exist for comparisons only
             check_plan_alone(plan)
-    except PlanError as error:
-        raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     return plan
 
 
@@ -399,10 +394,8 @@ def candidate_of(plan: Plan, cluster: Cluster, file: str = "plan.json") -> tuple
 
 def _moments(plan: Plan, file: str) -> tuple[tuple[Moment, ...], ...]:
     """Per stage, the moments at which memory may be largest, from the order of passes."""
-    try:
+    with plan_errors(file):
         program = build(plan)[False]
-    except PlanError as error:
-        raise from_plan_error(file, error) from None
     found: list[set[Moment]] = [set() for _ in plan.stages]
     for d, device in enumerate(program.shape.devices):
         found[device.stage] |= moments(program, d)

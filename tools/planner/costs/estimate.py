@@ -3,7 +3,7 @@
 ``docs/cost_model.md`` derives the formulas and says where the schedule simulator differs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from .candidate import (
     rank_parameters,
 )
 from .catalogcost import CatalogCosts
-from .layer import Uncertainty, runtime_for
+from .layer import Runtime, Uncertainty, runtime_for
 from .operating import OperatingPoints
 from .schedules import schedule_of
 from .stages import remember_memory, stages_of
@@ -161,9 +161,7 @@ class Estimator(OperatingPoints):
     """Evaluates candidates for one cluster and model."""
 
     evaluations = 0  # number of candidates evaluated so far
-    # whether the GPUs decide about layers (``runtime_for``): plans without kinds that lack Transformer Engine have it
-    follows_gpus = False
-    _with_other_layers: "Estimator | None" = None
+    _with_other_layers: "Estimator | None" = None  # one is enough: ``runtime_for`` knows two runtimes
 
     def simulated_s(self, candidate: Candidate, whole: bool, simulate: Callable[[], float]) -> float:
         """Returns the result of ``simulate`` for the candidate, which is cached; raises PlannerError."""
@@ -183,28 +181,28 @@ class Estimator(OperatingPoints):
         nodes = tuple(self.cluster.nodes[p] for p in pools)
         return self.on(self.cluster.model_copy(update={"nodes": nodes}))
 
-    def on(self, cluster: Cluster, used: Iterable[int] | None = None) -> "Estimator":
-        """Returns the estimator of the same model on another cluster.
+    def on(self, cluster: Cluster, pools: Iterable[int] | None = None) -> "Estimator":
+        """Returns the estimator of the same model on another cluster, with the layers of a plan on these pools of it.
 
         Args:
-            used: Pools whose GPUs decide about layers; None: all.
+            pools: None: all.
         """
-        costs, runtime = self.costs, self.runtime
-        if self.follows_gpus:
-            nodes = cluster.nodes if used is None else [cluster.nodes[p] for p in used]
-            runtime = runtime_for(cluster.gpu(node.gpu) for node in nodes)
-            costs = costs if runtime == self.runtime else CatalogCosts(self.model, cluster.gpu, runtime)
-        found = Estimator(cluster, self.model, costs, runtime, self.memory_margin)
-        found.follows_gpus = self.follows_gpus
-        return found
+        costs, runtime = self.costs, self._runtime_on(cluster, range(len(cluster.nodes)) if pools is None else pools)
+        costs = costs if runtime == self.runtime else CatalogCosts(self.model, cluster.gpu, runtime)
+        return Estimator(cluster, self.model, costs, runtime, self.memory_margin, self.follows_gpus)
 
-    def running(self, pools: Iterable[int]) -> "Estimator":
+    def running(self, pools: Collection[int]) -> "Estimator":
         """Returns the estimator with the layers of a plan on these pools; all its ranks have the same."""
-        gpus = (self.cluster.gpu(self.cluster.nodes[pool].gpu) for pool in pools)
-        if not self.follows_gpus or runtime_for(gpus) == self.runtime:
+        if self._runtime_on(self.cluster, pools) == self.runtime:
             return self
-        self._with_other_layers = self._with_other_layers or self.on(self.cluster, pools)
+        if self._with_other_layers is None:
+            self._with_other_layers = self.on(self.cluster, pools)
+            self._with_other_layers._with_other_layers = self  # not a third one, without the figures known here
         return self._with_other_layers
+
+    def _runtime_on(self, cluster: Cluster, pools: Iterable[int]) -> Runtime:
+        gpus = (cluster.gpu(cluster.nodes[pool].gpu) for pool in pools)
+        return runtime_for(gpus) if self.follows_gpus else self.runtime
 
     def time_s(self, candidate: Candidate) -> float:
         """Iteration time, infinite when the candidate does not fit or cannot be run."""

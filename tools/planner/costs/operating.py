@@ -209,8 +209,10 @@ class OperatingPoints:
         costs: LayerCosts,
         runtime: Runtime = MEGATRON_HET,
         memory_margin: float = 0.95,
+        follows_gpus: bool = False,  # whether the GPUs of a plan decide about its layers (``runtime_for``)
     ) -> None:
         self.cluster, self.model, self.costs, self.runtime = cluster, model, costs, runtime
+        self.follows_gpus = follows_gpus
         profile = getattr(costs, "profile", None)
         self.network = Network(cluster, runtime, profile.links if profile else ())
         self.memory_margin = memory_margin

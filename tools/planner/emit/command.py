@@ -24,7 +24,7 @@ from megatron_het.plan.run_config import check_batch_schedule
 from megatron_het.store.job import token_of_file
 
 from ..costs.build import check_same_model, read_plan, rooms_of
-from ..errors import PlannerError
+from ..errors import PlannerError, plan_errors
 from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, NodeGroup, load_cluster
 from ..inputs.files import check_target, write_text
@@ -150,10 +150,8 @@ def emit(
     Raises:
         PlannerError: The plan cannot run, or it does not fit the nodes.
     """
-    try:
+    with plan_errors():
         check_plan_alone(plan)
-    except PlanError as error:
-        raise PlannerError("plan", error.where, error.value, error.problem, error.hint) from None
     check_launch(launch, kinds)
     nodes = place(plan, kinds)
     if any(node.kinds for node in nodes):  # number devices by PCI bus; CUDA's default starts with the fastest

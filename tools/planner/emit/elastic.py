@@ -13,9 +13,9 @@ from pathlib import Path
 from megatron_het.arguments.megatron_args import environment_of
 from megatron_het.elastic.pool import Process, assign
 from megatron_het.features.registry import check_plan_alone
-from megatron_het.plan import Plan, PlanError, load_plan
+from megatron_het.plan import Plan, load_plan
 
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, plan_errors
 from ..inputs.cluster import NodeGroup
 from ..inputs.files import quote
 from ..inputs.packing import Component, Node, chosen_devices, components, device_words, devices_of
@@ -45,11 +45,9 @@ def load_more(files: Sequence[Path]) -> tuple[tuple[str, Plan], ...]:
     """Returns the plans of ``--plans`` by file; raises PlannerError for a bad file or a plan that cannot run."""
     found = []
     for file in files:
-        try:
+        with plan_errors(str(file)):
             plan = load_plan(file)
             check_plan_alone(plan)
-        except PlanError as error:
-            raise from_plan_error(str(file), error) from None
         found.append((str(file), plan))
     return tuple(found)
 

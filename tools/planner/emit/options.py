@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from megatron_het.features.experts.spec import check_expert_parallel
-from megatron_het.plan import Plan, PlanError
+from megatron_het.plan import Plan
 from megatron_het.safe_io import add_options, count
 
-from ..errors import PlannerError, from_plan_error
+from ..errors import PlannerError, plan_errors
 from ..inputs import files
 from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model
@@ -89,10 +89,8 @@ def check_start(words: Sequence[str], world_size: int) -> list[str]:
 
 def check_experts(plan: Plan, model: Model, file: str) -> None:
     """Check that the replicas of a plan can divide the experts of a layer; raises PlannerError."""
-    try:
+    with plan_errors(file):
         check_expert_parallel(plan, model.experts.count if model.experts else 0)
-    except PlanError as error:
-        raise from_plan_error(file, error) from None
     wide = next((r.tp for s in plan.stages for r in s.replicas if r.tp > 1), 1)
     if model.experts is not None and model.biases and wide > 1:
         problem = f"a replica has TP {wide}, and with experts Megatron trains biases of linear layers under TP 1 only"

@@ -4,14 +4,13 @@ import ipaddress
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
 from megatron_het import safe_io as untrusted
 
-from ..errors import PlannerError, from_file_error
+from ..errors import PlannerError, file_errors
 
 # Names in generated scripts: as Slurm and DNS allow them, and quoting of the rest.
 
@@ -155,32 +154,21 @@ def comment(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-@contextmanager
-def _as_planner_error(hint: str = "", option: str = "", path: str | os.PathLike[str] = "") -> Iterator[None]:
-    """A file that cannot be read or written in this block is the planner's error, about an option where it is given."""
-    try:
-        yield
-    except untrusted.FileError as error:
-        if option:
-            raise PlannerError("command line", option, str(path), error.problem, error.hint) from None
-        raise from_file_error(error, hint) from None
-
-
 def read_yaml(path: str | os.PathLike[str], *, constants_as_text: bool = False, hint: str = "") -> Any:
     """Parsed YAML, or JSON where the name ends in ``.json``; see ``safe_io.read_yaml``. Raises PlannerError."""
-    with _as_planner_error(hint):
+    with file_errors(hint):
         return untrusted.read_yaml(path, constants_as_text=constants_as_text)
 
 
 def read_json(path: str | os.PathLike[str], hint: str = "") -> Any:
     """Parsed JSON; raises PlannerError."""
-    with _as_planner_error(hint):
+    with file_errors(hint):
         return untrusted.read_json(path)
 
 
 def check_target(path: str | os.PathLike[str], option: str, endings: tuple[str, ...] = ()) -> None:
     """Check before long work that a file can be written there; raises PlannerError."""
-    with _as_planner_error(option=option, path=path):
+    with file_errors(option=option, path=path):
         untrusted.check_target(path, endings)
 
 
@@ -232,11 +220,11 @@ def check_outputs(command: str, options: Any) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> None:
     """Write a complete file or nothing; raises PlannerError."""
-    with _as_planner_error():
+    with file_errors():
         untrusted.write_text(path, text, executable=executable)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write complete JSON or nothing; raises PlannerError."""
-    with _as_planner_error():
+    with file_errors():
         untrusted.write_json(path, value)

@@ -9,7 +9,7 @@ from megatron_het import safe_io as untrusted
 from megatron_het.plan.schema import GATED_DELTA_NET, MAMBA, MODEL_SIZES, without_chunks
 from megatron_het.safe_io.reading import Inert, read_pickled
 
-from ..errors import PlannerError, from_file_error
+from ..errors import PlannerError, file_errors
 from .model_parts import MODEL_FLAGS, PART_ARGUMENTS, FlagValue, are_first, pattern_text
 
 Config = Mapping[str, Any]
@@ -26,10 +26,8 @@ def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], 
     """
     given = Path(path)
     file = given if given.suffix == ".pt" else _common_file(given)
-    try:
+    with file_errors():
         value = read_pickled(file)
-    except untrusted.FileError as error:
-        raise from_file_error(error) from None
     found = value.get("args") if isinstance(value, dict) else None
     if not isinstance(found, Inert) or not found.state:
         raise PlannerError(str(file), "args", None, "this checkpoint does not hold the arguments of its run")
@@ -39,10 +37,8 @@ def checkpoint_arguments(path: str | os.PathLike[str]) -> tuple[dict[str, Any], 
 def _common_file(folder: Path) -> Path:
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
-        try:
+        with file_errors():
             word = untrusted.read_text(tracker, 100).strip()
-        except untrusted.FileError as error:
-            raise from_file_error(error) from None
         if word != "release" and not (word.isascii() and word.isdigit()):
             raise PlannerError(str(tracker), "(file)", word[:50], "expected the number of an iteration, or 'release'")
         folder /= word if word == "release" else f"iter_{int(word):07}"

@@ -22,11 +22,11 @@ from megatron_het.plan.schema import (
     problem_of,
     sizes_of,
 )
-from megatron_het.safe_io import FileError, read_text
+from megatron_het.safe_io import read_text
 from megatron_het.safe_io.reading import shown
 from megatron_het.schedule.cutting import Cutting, Starts, documents_in
 
-from ..errors import PlannerError, from_file_error
+from ..errors import PlannerError, file_errors
 from .catalog import Strict, data
 
 # Lengths of the documents in packed sequences, and the attention work that remains with them.
@@ -45,13 +45,12 @@ MOST_LENGTHS, LONGEST = 100_000, 1 << 40
 def read_lengths(given: str) -> Lengths:
     """Reads ``--document-lengths``: a mean, or a file of lengths (spaces, lines, commas); raises PlannerError."""
     hint = "Give a mean, or a file with the lengths of some documents in tokens"
+    with file_errors(hint):
+        text = given if given.isdecimal() else read_text(given)
     try:
-        words = [given] if given.isdecimal() else read_text(given).strip().strip("[]").replace(",", " ").split()
-        found = tuple(int(word) for word in words)
+        found = tuple(int(word) for word in text.strip().strip("[]").replace(",", " ").split())
         if problem := lengths_problem(found):
             raise ValueError(problem)
-    except FileError as error:
-        raise from_file_error(error, hint) from None
     except ValueError as error:
         raise PlannerError("--document-lengths", given, None, str(error), hint) from None
     return found[0] if given.isdecimal() else found

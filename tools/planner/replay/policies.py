@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean, linear_regression
 from typing import Any
 
-from megatron_het.safe_io import FileError, read_text
+from megatron_het.safe_io import read_text
 
-from ..errors import PlannerError, from_file_error
+from ..errors import PlannerError, file_errors
 from ..inputs.cluster import Cluster
 
 # The trace: a CSV file with the number of nodes of each kind from a time on.
@@ -69,10 +69,8 @@ def load_trace(path: Path, cluster: Cluster) -> Trace:
     Raises:
         PlannerError: The file cannot be read, or a line is invalid; the first one is named.
     """
-    try:
+    with file_errors():
         reader = csv.reader(io.StringIO(read_text(path)))
-    except FileError as error:
-        raise from_file_error(error) from None
     try:
         lines = [(reader.line_num, row) for row in reader]  # line_num: the last line of a row
     except csv.Error as error:

@@ -76,9 +76,7 @@ class Ladder:
         options: argparse.Namespace,
     ) -> None:
         self.estimator, self._goal, self._costs, self._options = estimator, goal, costs, options
-        cluster = estimator.cluster
-        newer = [p for p, node in enumerate(cluster.nodes) if cluster.gpu(node.gpu).has_transformer_engine]
-        self._bounds = Bounds(estimator.running(newer), goal)  # no node is faster than with these layers
+        self._bounds = Bounds(estimator.running(()), goal)  # with Transformer Engine: no node is faster without it
         self._found: dict[Pool, PoolPlan] = {}
         nodes = estimator.cluster.nodes
         # Groups of the same nodes are rented together.

@@ -12,9 +12,9 @@ from ..costs.build import build_plan
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import SCHEDULES, schedule_of
-from ..costs.simulation import simulate_block, with_costs
-from ..errors import PlannerError
+from ..costs.simulation import with_costs
 from ..inputs.cluster import NodeGroup
+from ..search.finish import simulated
 from ..search.methods import search_on
 from ..search.outcome import Found, Goal, Progress, SearchResult
 from ..search.seeds import sizes_over_replicas
@@ -262,8 +262,8 @@ def _searched(estimator: Estimator, goal: Goal, progress: Progress, text: str) -
 def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress) -> list[dict[str, Any]]:
     """Returns a plan beside the best even split (``stock_plans``), single kinds of GPU and single schedules."""
     even = best_even_split(estimator, goal)
-    rows = [row_of(estimator, "this plan", mine, mine)]
-    rows.append(row_of(estimator, "best even split", simulated(estimator, *even) if even else None, mine))
+    split = None if even is None else simulated(estimator.running(even[0].gpus()), *even) or Found(*even)
+    rows = [row_of(estimator, "this plan", mine, mine), row_of(estimator, "best even split", split, mine)]
     kinds = [node.gpu for node in estimator.cluster.nodes]
     for gpu in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
         narrow, what = estimator.only([p for p, kind in enumerate(kinds) if kind == gpu]), f"{gpu} only"
@@ -274,12 +274,3 @@ def comparison(estimator: Estimator, goal: Goal, mine: Found, progress: Progress
         why = "it needs distributed_optimizer: true in the model file" if needed else ""
         rows.append(row_of(estimator, what, _searched(estimator, only, progress, what), mine, why))
     return rows
-
-
-def simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found:
-    """A plan with its simulated time, where it can be simulated."""
-    estimator = estimator.running(candidate.gpus())
-    try:
-        return Found(candidate, estimate, simulate_block(estimator, candidate, estimate).iteration_s)
-    except PlannerError:
-        return Found(candidate, estimate)

@@ -482,9 +482,8 @@ def _simulated(
     others = [order for order in ORDERS if is_ordered(candidate) and order != candidate.order]
     for order in islice((candidate.order, *others), tries):
         tried = candidate.with_(order=order)
-        try:
-            entry = Found(tried, estimate, block_s(estimator, tried, estimate))
-        except PlannerError:
+        entry = simulated(estimator, tried, estimate)
+        if entry is None:
             continue
         if tried.blocks == 1 and not is_ordered(tried):  # the simulated program is the whole plan
             entry = replace(entry, confirmed=True)
@@ -493,6 +492,14 @@ def _simulated(
         if found.value(goal) > best * (1 + ORDER_WINDOW):
             return found
     return found
+
+
+def simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found | None:
+    """The candidate with its simulated time; None where the runtime refuses it."""
+    try:
+        return Found(candidate, estimate, block_s(estimator, candidate, estimate))
+    except PlannerError:
+        return None
 
 
 def is_within(goal: Goal, found: Found) -> bool:

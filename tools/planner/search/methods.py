@@ -10,16 +10,15 @@ from math import gcd, inf
 from ..costs.candidate import MEETING, Candidate, Group, SequencePart, Stage
 from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, schedule_of
-from ..costs.simulation import block_s, operations_of
+from ..costs.simulation import operations_of
 from ..costs.stages import rows_of
-from ..errors import PlannerError
 from .balance import balance
 from .bounds import Bounds
-from .finish import confirm, pools_of, sketch_of
+from .finish import confirm, pools_of, simulated, sketch_of
 from .moves import over_replicas
-from .outcome import Found, Goal, Progress, SearchResult, collector_paused, in_pools
+from .outcome import Found, Goal, Progress, SearchResult, collector_paused
 from .overlap import prefer_plain, prefer_steady
-from .pools import all_gpus
+from .pools import all_gpus, search_apart
 from .seeds import sizes_over_replicas
 
 # Choices: settings of a plan besides stages, layers and batches, tried on the plans that a search has found.
@@ -270,7 +269,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Search
     regular = [
         pair for way, far in ways.items() for pair in best_regular(estimator, goal, way(estimator, goal), far * known)
     ]
-    for found in (_simulated(estimator, *pair) for pair in regular):
+    for found in (simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):
         left = MOST_OPERATIONS_LONG if is_long else MOST_OPERATIONS
@@ -313,7 +312,7 @@ def _climb(estimator: Estimator, goal: Goal, progress: Progress, start: Found, l
             if progress.spent or (left < 0 and not is_hopeful):
                 return best
             tried.add(candidate)
-            found = _simulated(estimator, candidate, estimate)
+            found = simulated(estimator, candidate, estimate)
             if found is not None and found.value(goal) < best.value(goal):
                 best = found
             if best.value(goal) < current.value(goal) * (1 - CLEAR_GAIN):
@@ -343,14 +342,6 @@ def _usable(estimator: Estimator, goal: Goal, candidate: Candidate, fits: bool =
     return goal.usable(estimator, candidate, fits=fits) if schedule_of(candidate).runs(estimator, candidate) else None
 
 
-def _simulated(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Found | None:
-    """The candidate with its simulated time; None where the runtime refuses it."""
-    try:
-        return Found(candidate, estimate, block_s(estimator, candidate, estimate))
-    except PlannerError:
-        return None
-
-
 def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate) -> Found | None:
     """A plan that fits, reached by the changes that save most memory; None where no change helps."""
     estimate = _usable(estimator, goal, candidate, fits=False)
@@ -358,7 +349,7 @@ def _fitting(estimator: Estimator, goal: Goal, candidate: Candidate) -> Found | 
         if estimate is None:
             return None
         if estimator.fits(estimate):
-            found = _simulated(estimator, candidate, estimate)
+            found = simulated(estimator, candidate, estimate)
             if found is not None:
                 return found
         best = None
@@ -485,32 +476,40 @@ METHODS = ("auto", "zorse", "sailor", "poplar")
 
 
 def search(
-    method: str,
-    estimator: Estimator,
-    goal: Goal,
-    progress: Progress | None = None,
-    robust: bool = True,
-    known: float | None = None,
+    method: str, estimator: Estimator, goal: Goal, progress: Progress | None = None, robust: bool = True
 ) -> SearchResult:
     """Run one of ``METHODS``, and compute the lower bound for any plan.
 
     Args:
         robust: Of nearly equally fast plans, take the one that loses least where figures are off.
-        known: Value of a plan on a part of the GPUs: all are searched together, and worse plans skipped.
     """
-    progress, started, cluster = progress or Progress(), time.process_time(), estimator.cluster
+    progress, cluster = progress or Progress(), estimator.cluster
     pools = [p for p, quota in enumerate(all_gpus(estimator)) if quota]
     vendors = cluster.of_vendors(pools)
     newer = [p for p in pools if cluster.gpu(cluster.nodes[p].gpu).has_transformer_engine]
+
+    def find(part: Estimator, known: float) -> SearchResult:
+        return _search_together(method, part, goal, progress, robust, known)
+
     if len(vendors) > 1 and not goal.mixes_vendors:
-        return _apart(method, estimator, goal, progress, robust, vendors)
-    if known is None and newer and estimator.running(newer) is not estimator:  # whose ranks run faster layers alone
-        return _apart(method, estimator, goal, progress, robust, [newer, pools])
+        return search_apart(
+            estimator, goal, progress, vendors, lambda part, _: search(method, part, goal, progress, robust)
+        )
+    if newer and estimator.running(newer) is not estimator:  # alone they run faster layers
+        return search_apart(estimator, goal, progress, [newer, pools], find)
+    return find(estimator, inf)
+
+
+def _search_together(
+    method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, known: float
+) -> SearchResult:
+    """Search all GPUs as one cluster; plans that are worse than a known one may be skipped."""
+    started = time.process_time()
     outcome, bounds, bound = SearchResult(method), None, 0.0
     try:
         bounds = Bounds(estimator, goal)
         bound = bounds.value(all_gpus(estimator))  # before the search, so that its CPU time counts
-        outcome = _search(method, estimator, goal, progress, inf if known is None else known)
+        outcome = _search(method, estimator, goal, progress, known)
         if method == "auto":
             choose(estimator, goal, progress, outcome)
             prefer_plain(estimator, goal, outcome)
@@ -529,46 +528,6 @@ def search(
         used = outcome.best.candidate.gpus()
         outcome.bound_in_use = bounds.value(tuple(used.get(pool, 0) for pool in range(len(estimator.cluster.nodes))))
     return outcome
-
-
-def _apart(
-    method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool, parts: list[list[int]]
-) -> SearchResult:
-    """Search parts of the cluster alone; returns the best result, with the plans on other parts after its own.
-
-    Args:
-        parts: The pools of each vendor, or those with newer layers and then all.
-    """
-    nodes, limit_s, outcomes = estimator.cluster.nodes, progress.limit_s, list[tuple[bool, float, str, SearchResult]]()
-    are_vendors = not set(parts[0]) & set(parts[-1])
-    known = None if are_vendors else inf
-    for left, pools in zip(range(len(parts), 0, -1), parts):
-        spent_s = time.process_time() - progress.started
-        progress.limit_s, progress.is_over, progress.kept = spent_s + (limit_s - spent_s) / left, False, []
-        priced = estimator.running(pools)
-        theirs = search(method, estimator.only(pools), goal, progress, robust, known)
-        theirs.found = in_pools(priced, theirs.found, pools)
-        near = [] if theirs.nearest is None else in_pools(priced, [Found(*theirs.nearest)], pools)
-        theirs.nearest = (near[0].candidate, near[0].estimate) if near else None
-        if theirs.best is not None:
-            value = theirs.best.value(goal)
-            known = None if known is None else min(known, value)
-        else:  # by how much the nearest plan misses
-            value = goal.score(priced, *theirs.nearest) / goal.value(theirs.nearest[1]) if theirs.nearest else inf
-        outcomes.append((theirs.best is None, value, " and ".join(sorted({nodes[p].gpu for p in pools})), theirs))
-        if theirs.interrupted and not progress.spent:
-            break
-    progress.limit_s = limit_s
-    (*_, best), *others = sorted(outcomes, key=lambda entry: entry[:2])
-    for *_, names, theirs in others:
-        if are_vendors:
-            best.other_vendors[names] = None if theirs.best is None else theirs.best.iteration_s
-        best.found += theirs.found
-        best.bound, best.exact = min(best.bound, theirs.bound), best.exact and theirs.exact
-        best.cpu_s, best.interrupted = best.cpu_s + theirs.cpu_s, best.interrupted or theirs.interrupted
-        best.evaluations += theirs.evaluations
-        best.simulations += theirs.simulations
-    return best
 
 
 def search_on(method: str, estimator: Estimator, goal: Goal, progress: Progress, robust: bool = True) -> SearchResult:

@@ -225,6 +225,14 @@ class SearchResult:
     # best time on the GPUs of another vendor, by their names; None where there is no plan for them alone
     other_vendors: dict[str, float | None] = field(default_factory=dict)
 
+    def add(self, theirs: "SearchResult") -> None:
+        """Add the plans and the counters of the search of another part of the cluster."""
+        self.found += theirs.found
+        self.bound, self.exact = min(self.bound, theirs.bound), self.exact and theirs.exact
+        self.cpu_s, self.interrupted = self.cpu_s + theirs.cpu_s, self.interrupted or theirs.interrupted
+        self.evaluations += theirs.evaluations
+        self.simulations += theirs.simulations
+
     def gap(self, goal: Goal) -> float | None:
         """Relative distance of the best plan from the bound; None without a plan that runs, or without a bound."""
         if self.best is None or not self.best.runnable or not 0 < self.bound < inf:
@@ -238,9 +246,9 @@ class SearchResult:
 
 
 def in_pools(estimator: Estimator, found: list[Found], pools: Sequence[int]) -> list[Found]:
-    """Translate plans of a cluster of these pools into plans of the estimator's cluster."""
-    moved = [(entry, entry.candidate.in_pools(pools)) for entry in found]
-    return [replace(f, candidate=c, estimate=e) for f, c in moved if (e := estimator.estimate(c)) is not None]
+    """Translate plans of a cluster of these pools into plans of the estimator's cluster, with their ranks' layers."""
+    moved = [(f, c, estimator.running(c.gpus()).estimate(c)) for f in found for c in [f.candidate.in_pools(pools)]]
+    return [replace(f, candidate=c, estimate=e) for f, c, e in moved if e is not None]
 
 
 @dataclass(slots=True)

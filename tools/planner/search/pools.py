@@ -1,11 +1,15 @@
 """Parts of a cluster that are searched on their own, and zones of one region that are searched as one."""
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import inf
 
 from ..costs.candidate import Candidate, Group, Stage
 from ..costs.estimate import Estimator
 from ..inputs.cluster import Cluster, NodeGroup, ZoneLink
+from .outcome import Found, Goal, Progress, SearchResult, in_pools
 
 Limits = tuple[int, ...]  # GPUs that may be used of each pool
 MOST_POOLS = 4  # with more pools not every choice of them is a part
@@ -87,6 +91,45 @@ def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
             for chosen in combinations(dict.fromkeys(values[p] for p in pools), count):
                 kept.append({p for p in pools if values[p] in chosen})
     return {tuple(q if p in keep else 0 for p, q in enumerate(most)) for keep in kept}
+
+
+def search_apart(
+    estimator: Estimator,
+    goal: Goal,
+    progress: Progress,
+    parts: Sequence[Sequence[int]],
+    find: Callable[[Estimator, float], SearchResult],
+) -> SearchResult:
+    """Search parts of a cluster one after the other; returns the best result, with the plans on other parts after it.
+
+    Args:
+        parts: The pools of each vendor; or those whose ranks run faster layers alone, and then all.
+        find: Searches a part, given the value of the best plan so far.
+    """
+    limit_s, known, outcomes = progress.limit_s, inf, list[tuple[bool, float, Sequence[int], SearchResult]]()
+    for left, pools in zip(range(len(parts), 0, -1), parts):
+        spent_s = time.process_time() - progress.started
+        progress.limit_s, progress.is_over, progress.kept = spent_s + (limit_s - spent_s) / left, False, []
+        theirs = find(estimator.only(pools), known)
+        theirs.found = in_pools(estimator, theirs.found, pools)
+        near = [] if theirs.nearest is None else in_pools(estimator, [Found(*theirs.nearest)], pools)
+        theirs.nearest = (near[0].candidate, near[0].estimate) if near else None
+        if theirs.best is not None:
+            value = theirs.best.value(goal)
+            known = min(known, value)
+        else:  # by how much the nearest plan misses
+            value = goal.score(estimator, *theirs.nearest) / goal.value(theirs.nearest[1]) if theirs.nearest else inf
+        outcomes.append((theirs.best is None, value, pools, theirs))
+        if theirs.interrupted and not progress.spent:
+            break
+    progress.limit_s = limit_s
+    (*_, own, best), *others = sorted(outcomes, key=lambda entry: entry[:2])
+    for *_, pools, theirs in others:
+        best.add(theirs)
+        if set(pools).isdisjoint(own):
+            names = " and ".join(sorted({estimator.cluster.nodes[p].gpu for p in pools}))
+            best.other_vendors[names] = None if theirs.best is None else theirs.best.iteration_s
+    return best
 
 
 # Zones of one region count as one while searching (Sailor's H6); the result is put into zones afterwards.
