@@ -222,6 +222,9 @@ def hand_made(folder, schedule="1f1b", parameters=None, shares=(1.0, 1.0), chunk
         ({"parameters": {"zero_stage": 3}}, "schedule.parameters.zero_stage"),
         ({"parameters": {"slack": None}}, "schedule.parameters.slack"),
         ({"schedule": "zb-v"}, "stages[*].layers"),
+        ({"schedule": "slimpipe", "parameters": {"slices": 0}}, "--het-slices"),
+        ({"parameters": {"slack": "much"}}, "schedule.parameters.slack"),
+        ({"schedule": "interleaved", "chunks": 3, "parameters": {"group": "all"}}, "schedule.parameters.group"),
     ],
 )
 def test_check_and_emit_refuse_what_the_runtime_refuses(files, capsys, made, key):
@@ -229,8 +232,9 @@ def test_check_and_emit_refuse_what_the_runtime_refuses(files, capsys, made, key
     code, out = call(capsys, "check", path, *common(files))
     body = json.loads(out.out)
     assert code == 1 and not body["valid"] and [p["key"] for p in body["problems"]] == [key]
-    code, out = call(capsys, "emit", path, *common(files), "--out", files / "run")
-    assert code == 2 and json.loads(out.out)["error"]["key"] == key
+    for command in (["emit", path, "--out", files / "run"], ["simulate", path]):
+        code, out = call(capsys, *command, *common(files))
+        assert code == 2 and json.loads(out.out)["error"]["key"] == key, command
     assert not (files / "run").exists()
 
 
@@ -254,22 +258,6 @@ def test_check_says_what_only_the_schedule_knows(files, capsys):
     plan = hand_made(files, chunks=3, schedule="ministage", parameters={"window": True}, distributed=True)
     code, out = call(capsys, "check", plan, *common(files))
     assert code == 0, out
-
-
-@pytest.mark.parametrize(
-    ("schedule", "parameters", "key"),
-    [
-        ("slimpipe", {"slices": 0}, "--het-slices"),
-        ("1f1b", {"slack": "much"}, "schedule.parameters.slack"),
-        ("interleaved", {"group": "all"}, "schedule.parameters.group"),
-    ],
-)
-def test_bad_parameters_are_named(files, capsys, schedule, parameters, key):
-    path = hand_made(files, schedule=schedule, chunks=3 if schedule == "interleaved" else 1, parameters=parameters)
-    code, out = call(capsys, "simulate", path, *common(files))
-    assert code == 2 and json.loads(out.out)["error"]["key"] == key
-    code, out = call(capsys, "check", path, *common(files))
-    assert code == 1 and not json.loads(out.out)["valid"]
 
 
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
