@@ -127,9 +127,9 @@ def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:
     return Cluster(nodes=(node,), gpus={"core": core})
 
 
-def estimator_of(cluster: Cluster, model: Model) -> Estimator:
+def estimator_of(cluster: Cluster, model: Model, **more: Any) -> Estimator:
     """An estimator with datasheet costs."""
-    return Estimator(cluster, model, CatalogCosts(model, lambda name: catalog()[name]))
+    return Estimator(cluster, model, CatalogCosts(model, lambda name: catalog()[name]), **more)
 
 
 def all_plans(estimator: Estimator, point: Candidate, limit: list[float]) -> Iterator[Candidate]:
@@ -343,7 +343,7 @@ ZORSE_TABLE_5 = {
 
 def with_catalog(cluster: Cluster, model: Model) -> Estimator:
     """An estimator with datasheet costs that may use 92 % of memory."""
-    return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]), memory_margin=0.92)
+    return estimator_of(cluster, model, memory_margin=0.92)
 
 
 def even_split_with_zero_2(cluster: Cluster, model: Model) -> tuple[float, str] | None:

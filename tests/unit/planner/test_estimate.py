@@ -25,7 +25,7 @@ from benchmarks.published.accuracy import (
 )
 from megatron_het.plan.placement import route
 from megatron_het.schedule.kinds import Kind
-from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, model_of, with_catalog
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of, with_catalog
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator, allocate
@@ -187,7 +187,7 @@ def _on_slow_links(layers, batch, rate, **changes):
     cluster = cluster_of(("A100-40", len(layers), 1, rate))
     shape = {"layers": sum(layers), "hidden": 2048, "words": 128256, "tokens": 2048}
     model = model_of(**shape, batch=batch, precision="bf16", recompute=("none", "full"))
-    estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+    estimator = estimator_of(cluster, model, memory_margin=99)
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1, **changes)
     estimate = estimator.estimate(candidate)
     return estimate.iteration_s, simulate_block(estimator, candidate, estimate).iteration_s
@@ -235,10 +235,8 @@ def test_no_microbatch_comes_around_before_the_longest_part_of_an_output_layer()
 def test_a_precision_that_the_gpu_lacks():
     """V100 and T4 have no bf16: no figures, so no plan uses them."""
     model = model_of(layers=2, hidden=256, ffn=512, heads=4, words=1000, tokens=128, batch=4, precision="bf16")
-    cluster = Cluster(
-        nodes=(NodeGroup(gpu="V100-16", count=1, gpus_per_node=4), NodeGroup(gpu="A100-40", count=1, gpus_per_node=4))
-    )
-    estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
+    nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=4) for gpu in ("V100-16", "A100-40"))
+    estimator = estimator_of(Cluster(nodes=nodes), model)
     assert estimator.unit(0, 1, 1, "none") is None
     assert estimator.unit(1, 1, 1, "none") is not None
 
@@ -267,7 +265,7 @@ def test_flash_attention_is_for_half_precision():
 
 def test_memory_of_the_catalog_follows_recompute_and_zero():
     model = model_of(layers=8, hidden=1024, words=128000, batch=16, distributed_optimizer=True)
-    estimator = Estimator(cluster_of(("A100-40", 1, 8, 12.5e9)), model, CatalogCosts(model, lambda g: catalog()[g]))
+    estimator = estimator_of(cluster_of(("A100-40", 1, 8, 12.5e9)), model)
     size = {}
     for recompute, zero in product(("none", "full"), (0, 1)):
         found = estimator.estimate(Candidate((Stage(8, (Group(0, 1, 8),)),), 2, recompute, zero_stage=zero))
@@ -282,7 +280,7 @@ def test_memory_of_the_catalog_follows_recompute_and_zero():
 def test_first_layers_without_experts_have_fewer_parameters():
     experts = {"count": 16, "top_k": 2, "ffn_hidden_size": 1024, "dense_layers": 2}
     model = model_of(layers=8, hidden=1024, ffn=2048, batch=16, experts=experts)
-    estimator = Estimator(cluster_of(("A100-40", 1, 8, 12.5e9)), model, CatalogCosts(model, lambda g: catalog()[g]))
+    estimator = estimator_of(cluster_of(("A100-40", 1, 8, 12.5e9)), model)
     stages = tuple(Stage(n, (Group(0, 1, 1),)) for n in (3, 5))
     sizes = [m.parameter_bytes / 2 for m in estimator.estimate(Candidate(stages, 1)).memory]
     alike = model.model_copy(update={"experts": model.experts.model_copy(update={"dense_layers": 0})})
@@ -292,7 +290,7 @@ def test_first_layers_without_experts_have_fewer_parameters():
 
 def test_a_rank_that_attends_for_others_has_gradients_of_their_keys():
     model = model_of(**LLAMA_8B, layers=32, tokens=32768, batch=4)
-    estimator = Estimator(cluster_of(("H100-SXM", 2, 8, 5e10)), model, CatalogCosts(model, lambda g: catalog()[g]))
+    estimator = estimator_of(cluster_of(("H100-SXM", 2, 8, 5e10)), model)
     plain = Candidate((Stage(16, (Group(0, 8, 1),)),) * 2, 1, schedule="slimpipe", slices=8, zero_stage=1)
     alone, shared = (estimator.estimate(plain.with_(exchange=x)).memory[0].activation_bytes for x in (False, True))
     numbers = 32768 * 16 * 2 * model.kv_size / 8
@@ -305,7 +303,7 @@ def test_plain_zero_2_holds_less_and_reduces_after_every_microbatch():
         layers=8, hidden=2048, words=1000, tokens=512, batch=32, distributed_optimizer=True, micro_batch_sizes=(1,)
     )
     cluster = cluster_of(("A100-40", 8, 1, 1e9))
-    estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]))
+    estimator = estimator_of(cluster, model)
     found = [estimator.estimate(Candidate((Stage(8, (Group(0, 1, 8),)),), 1, zero_stage=z)) for z in (1, 2, 3)]
     assert found[1].memory[0].gradient_bytes < found[0].memory[0].gradient_bytes / 4
     assert found[2].memory[0].parameter_bytes < found[1].memory[0].parameter_bytes
@@ -332,7 +330,7 @@ def test_slices_are_priced_by_their_keys():
     """At 128k tokens attention is most of a layer: later slices take longer, and the pipeline fills unevenly."""
     model = model_of(**LLAMA_8B, layers=16, tokens=131072, batch=4)
     cluster = Cluster(nodes=(NodeGroup(gpu="H200", count=4, gpus_per_node=8),))
-    estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+    estimator = estimator_of(cluster, model, memory_margin=99)
     stages = tuple(Stage(4, (Group(0, 8, 1),)) for _ in range(4))
     candidate = Candidate(stages, 1, schedule="slimpipe", slices=8)
     result = simulate_block(estimator, candidate, estimator.estimate(candidate)).result
@@ -347,9 +345,7 @@ def test_offload_needs_main_memory():
 
     def found(limit: float | None):
         nodes = (NodeGroup(gpu="A100-80", count=1, gpus_per_node=8, host_memory_bytes=limit),)
-        estimator = Estimator(
-            Cluster(nodes=nodes), model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99
-        )
+        estimator = estimator_of(Cluster(nodes=nodes), model, memory_margin=99)
         stage = (Stage(80, (Group(0, 1, 8),)),)
         candidate = Candidate(stage, 1, "full", "ministage", 80, zero_stage=1, offload=True)
         return estimator, candidate, estimator.estimate(candidate), estimator.estimate(candidate.with_(offload=False))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.configs import FILES
 from megatron_het.plan.schema import later_layers, layers_of, with_chunks
-from testing.planner_cases import LLAMA_8B
+from testing.planner_cases import LLAMA_8B, estimator_of
 from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at
 from tools.planner.costs.catalogcost import CatalogCosts
@@ -51,7 +51,7 @@ def hybrid_of(pattern: str, **more: Any) -> Model:
 
 def priced(model: Model, *nodes: tuple[str, int]) -> Estimator:
     cluster = Cluster(nodes=tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=n) for gpu, n in nodes))
-    return Estimator(cluster, model, CatalogCosts(model, lambda gpu: catalog()[gpu]))
+    return estimator_of(cluster, model)
 
 
 def two_stages(*layers: int, **more: Any) -> Candidate:

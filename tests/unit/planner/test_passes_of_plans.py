@@ -20,10 +20,9 @@ from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import DENSE, MEGATRON_HET, SLICED
-from tools.planner.costs.layercost import CatalogCosts, interpolated
+from tools.planner.costs.layercost import interpolated
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import block_s, simulate_candidate
-from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.report.tables import bound_lines, search_body
@@ -319,7 +318,7 @@ def test_later_tokens_are_priced_on_the_last_stage(tied):
 
     def priced(later, layers=4):
         model = Model(**sizes, **more, mtp_num_layers=later)
-        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+        estimator = estimator_of(cluster, model, memory_margin=99)
         candidate = Candidate((Stage(8 - layers, (Group(0, 1, 1),)), Stage(layers, (Group(0, 1, 1),))), 1)
         return estimator.estimate(candidate)
 
@@ -351,7 +350,7 @@ def test_later_tokens_in_slices_or_under_a_window_are_priced(width, more, held):
     found = []
     for later in (0, 1):
         model = model_of(**shape, distributed_optimizer=True, mtp_num_layers=later)
-        estimator = Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=99)
+        estimator = estimator_of(cluster, model, memory_margin=99)
         assert SCHEDULES[more["schedule"]].runs(estimator, candidate)
         estimate = estimator.estimate(candidate)
         plan = build_plan(estimator, candidate, estimate)

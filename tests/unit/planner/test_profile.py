@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testing.planner_cases import estimator_of
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
@@ -334,9 +335,8 @@ def test_a_profile_of_other_layers_is_refused(key: str, changes: dict[str, objec
         model(**changes).check_profile(model().profiled, "profile.json")
 
 
-def estimator(of: Model, gpu: str = "H100-SXM") -> Estimator:
-    cluster = Cluster(nodes=(NodeGroup(gpu=gpu, count=1, gpus_per_node=8),))
-    return Estimator(cluster, of, CatalogCosts(of, lambda name: catalog()[name]))
+def estimator(of: Model) -> Estimator:
+    return estimator_of(Cluster(nodes=(NodeGroup(gpu="H100-SXM", count=1, gpus_per_node=8),)), of)
 
 
 def unit(of: Model, slices: int = 1, tp: int = 1) -> Unit:

@@ -5,11 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from testing.planner_cases import model_of
+from testing.planner_cases import estimator_of, model_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layercost import CatalogCosts
-from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -25,7 +23,7 @@ def estimator(*nodes: NodeGroup, model: Model = MODEL) -> Estimator:
         NodeGroup(gpu="A100-40", count=1, gpus_per_node=8, zone="northamerica-northeast1-b"),
         NodeGroup(gpu="RTX-3090", count=3, gpus_per_node=1, zone="northamerica-northeast1-c"),
     )
-    return Estimator(Cluster(nodes=nodes), model, CatalogCosts(model, lambda g: catalog()[g]))
+    return estimator_of(Cluster(nodes=nodes), model)
 
 
 def plan(*stages: tuple[int, int, int, int], **changes: object) -> Candidate:

@@ -14,19 +14,17 @@ from megatron_het.doctor.__main__ import main as doctor
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.plan import PlanError, Replica
-from testing.planner_cases import model_of
+from testing.planner_cases import estimator_of, model_of
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.planner.emit_plans import nodes_of
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage, rank_parameters
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.schedules.ministage import at_peak, shares_by_memory
 from tools.planner.costs.simulation import simulate_candidate, with_costs
 from tools.planner.emit.options import check_told_apart, extra_flags, to_fill_in
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, cluster_from_document
 from tools.planner.replay.measured import _check
 from tools.planner.search.balance import balance
@@ -251,7 +249,7 @@ BIG, SMALL = 0, 1
 def estimator(layers: int = 36, margin: float = 0.95) -> Estimator:
     model = model_of(layers=layers, hidden=2048, ffn=5632, batch=32, precision="fp16", distributed_optimizer=True)
     cluster = Cluster(nodes=(reference_nodes("A100-40", 4), reference_nodes("V100-16", 4)))
-    return Estimator(cluster, model, CatalogCosts(model, lambda g: catalog()[g]), memory_margin=margin)
+    return estimator_of(cluster, model, memory_margin=margin)
 
 
 def mixed(layers: int = 36, chunks: int = 1, **more: object) -> Candidate:
