@@ -333,13 +333,9 @@ def _executed(folder: Path, out: str, stubs: Path) -> str:
     """Run the written scripts; returns which one is invalid, or executed text of the input."""
     mark = folder / MARK
     scripts = [*(folder / out).glob("*.sh"), *(folder / out).glob("*.sbatch")]
-    environment = {
-        "PATH": f"{stubs}:/usr/bin:/bin",
-        "MARK_FOLDER": str(folder),
-        "SLURM_JOB_ID": "1",
-        "HOME": str(folder),
-    }
-    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {"PATH": f"{stubs}:/usr/bin:/bin", "MARK_FOLDER": str(folder), "HOME": str(folder)}
+    environment |= dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST_HET_GROUP_0"), "n1")
+    environment |= {"SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1"}
     for script in scripts:
         done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False, timeout=10)
         if done.returncode:
