@@ -156,7 +156,7 @@ def test_a_dry_run_that_is_not_done_in_time_is_one_line(monkeypatch: Patch, tmp_
         raise dry_run.subprocess.TimeoutExpired(list(words), more["timeout"])
 
     monkeypatch.setattr(dry_run.subprocess, "run", too_slow)
-    found = dry_run._run_in_turn([0, 4], [], 1.0, "gpu", 120.2, False, tmp_path)
+    found = dry_run._run_in_turn([0, 4], [], 1.0, 120.2, tmp_path)
     assert found == {rank: {"error": "not done after 120 s"} for rank in (0, 4)}
 
 

@@ -207,35 +207,25 @@ def run_ranks(
             return run_ranks(ranks, flags, limit_s, kernels, bound_s=bound_s, cuda=cuda, folder=Path(own))
     count = max(1, min(len(ranks), len(os.sched_getaffinity(0)), MOST_PROCESSES))
     parts = [list(ranks[i::count]) for i in range(count)]
+    words = ["--kernels", kernels, "--limit-s", f"{limit_s:g}", *["--cuda"] * cuda, "--out", str(folder / RANK_FILE)]
+    run = functools.partial(_run_in_turn, words=[*words, "--", *flags], limit_s=limit_s, bound_s=bound_s, folder=folder)
     with ThreadPoolExecutor(count) as pool:
-        run = functools.partial(
-            _run_in_turn, flags=flags, limit_s=limit_s, kernels=kernels, bound_s=bound_s, cuda=cuda, folder=folder
-        )
-        done = pool.map(run, parts)
-        found = {rank: figures for part in done for rank, figures in part.items()}
+        found = {rank: figures for part in pool.map(run, parts) for rank, figures in part.items()}
     return {rank: found[rank] for rank in ranks}
 
 
 def _run_in_turn(
-    ranks: Sequence[int],
-    flags: Sequence[str],
-    limit_s: float,
-    kernels: str,
-    bound_s: float | None,
-    cuda: bool,
-    folder: Path,
+    ranks: Sequence[int], words: Sequence[str], limit_s: float, bound_s: float | None, folder: Path
 ) -> dict[int, dict[str, Any]]:
     """Dry runs of some ranks, each forked from one process that has imported Megatron; see :func:`run_ranks`."""
-    words = [sys.executable, "-m", "megatron_het.dry_run", "--kernels", kernels, "--limit-s", f"{limit_s:g}"]
-    words += ["--cuda"] * cuda + ["--out", str(folder / RANK_FILE)]
-    for rank in ranks:
-        words += ["--rank", str(rank)]
+    chosen = [word for rank in ranks for word in ("--rank", str(rank))]
+    command = [sys.executable, "-m", "megatron_het.dry_run", *chosen, *words]
     longest_s = START_S + (limit_s + 1) * len(ranks)
     bound_s = longest_s if bound_s is None else min(bound_s, longest_s)
     ended = ""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
-            subprocess.run([*words, "--", *flags], stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False)
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=bound_s, check=False)
         except subprocess.TimeoutExpired:
             ended = f"not done after {bound_s:.0f} s"
         log.seek(0)

@@ -98,12 +98,16 @@ def check_experts(plan: Plan, model: Model, file: str) -> None:
 
 
 def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
-    """Check every text that becomes part of a script; raises PlannerError."""
+    """Check every text and number that becomes part of a script; raises PlannerError."""
+    cpus = launch.cpus_per_task
     for option, value, problem in (
         ("--run-dir", launch.run_dir, files.folder_problem(launch.run_dir)),
         ("--job-name", launch.job_name, files.job_problem(launch.job_name)),
         ("--time-limit", launch.time_limit, files.time_problem(launch.time_limit)),
         ("--python", launch.python, files.text_problem(launch.python, 4096) or ("" if launch.python else "is empty")),
+        ("--notice-s", launch.notice_s, "" if 10 <= launch.notice_s <= 65535 else "must be 10 to 65535"),
+        ("--cpus-per-task", cpus, "" if 0 <= cpus <= 4096 else "must be 0 (a node's ranks share its cores) to 4096"),
+        ("--save-interval", launch.save_interval, "" if 1 <= launch.save_interval <= _MOST else "must be at least 1"),
     ):
         if problem:
             raise PlannerError("emit", option, value, problem)
@@ -116,16 +120,9 @@ def check_launch(launch: LaunchOptions, kinds: Mapping[str, NodeGroup]) -> None:
         for value in values:
             if problem := rule(value):
                 raise PlannerError("emit", option, value, problem)
-    if not 10 <= launch.notice_s <= 65535:
-        raise PlannerError("emit", "--notice-s", launch.notice_s, "must be 10 to 65535")
     if files.slurm_seconds(launch.time_limit) <= launch.notice_s:
         problem = f"is over before the job saves and stops, --notice-s {launch.notice_s} seconds before its end"
         raise PlannerError("emit", "--time-limit", launch.time_limit, problem, "24:00:00 is a day")
-    if not 0 <= launch.cpus_per_task <= 4096:
-        problem = "must be 0 (a node's ranks share its cores) to 4096"
-        raise PlannerError("emit", "--cpus-per-task", launch.cpus_per_task, problem)
-    if not 1 <= launch.save_interval <= _MOST:
-        raise PlannerError("emit", "--save-interval", launch.save_interval, "must be at least 1")
     for name, kind in kinds.items():
         if problem := files.text_problem(name):
             raise PlannerError("cluster", "gpu", name, problem)

@@ -359,13 +359,8 @@ def _kinds_of_nodes(group: dict[str, Any], file: str, where: str) -> list[dict[s
     common = {key: value for key, value in group.items() if key != "gpus"}
     out = []
     for kind, devices in kinds.items():
-        mine = [entry for entry in entries if entry.type == kind]
-        own = {
-            key: value
-            for entry in mine
-            for key, value in entry.model_dump(exclude={"type", "count"}).items()
-            if value is not None
-        }
+        mine = [e.model_dump(exclude={"type", "count"}, exclude_none=True) for e in entries if e.type == kind]
+        own = {key: value for entry in mine for key, value in entry.items()}
         if "gres" in own:
             own["slurm"] = {**(group.get("slurm") or {}), "gres": own.pop("gres")}
         for key in _OF_WHOLE_NODE:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -217,15 +218,10 @@ class Part:
             model.cuda(torch.cuda.current_device())
         if config.bf16 or config.fp16:
             model = model.to(config.params_dtype)
-        kinds: dict[str, Callable[[], torch.nn.Module]] = {
-            "embedding": lambda: _Embedding(model),
-            "layer": lambda: _Layer(model, point.recompute),
-            **dict.fromkeys(("dense", "attention", "mlp", "experts"), lambda: _Layer(model, point.recompute)),
-            "head": lambda: _Head(model),
-        }
-        self.module = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16), kinds[point.layer]()
-        )
+        ends: dict[str, Callable[[GPTModel], torch.nn.Module]] = {"embedding": _Embedding, "head": _Head}
+        module = ends[point.layer](model) if point.layer in ends else _Layer(model, point.recompute)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16)
+        self.module = DistributedDataParallel(config, ddp_config, module)
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=1e-4,
@@ -289,22 +285,17 @@ class Stopwatch:
 
     def mark(self, label: str) -> None:
         """End of a span called ``label`` (the first mark only starts the watch)."""
+        at: Any = torch.cuda.Event(enable_timing=True) if on_gpu() else time.perf_counter()
         if on_gpu():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((label, event))
-        else:
-            self._marks.append((label, time.perf_counter()))
+            at.record()
+        self._marks.append((label, at))
 
     def mean_s(self, label: str) -> float:
         """Mean length of the spans that end with ``label``."""
         if on_gpu():
             torch.cuda.synchronize()
-        spans = []
-        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
-            if name == label:
-                spans.append(start.elapsed_time(end) / 1e3 if on_gpu() else end - start)
-        return statistics.fmean(spans)
+        spans = [(start, end) for (_, start), (name, end) in pairwise(self._marks) if name == label]
+        return statistics.fmean(start.elapsed_time(end) / 1e3 if on_gpu() else end - start for start, end in spans)
 
 
 def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]) -> LayerTiming:

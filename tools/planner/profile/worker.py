@@ -7,6 +7,7 @@ rank 0 rewrites the profile file, so an interrupted run loses at most one point.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import os
 import statistics
 import sys
@@ -180,36 +181,27 @@ class _Run:
         from .layers import largest_micro_batch, tensor_parallel_state
 
         layers = self.settings.largest_batch_layers
-        for tp in self.settings.tp:
-            for recompute in self.settings.recompute:
-                self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
-                with tensor_parallel_state(tp):
-                    size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
-                gathered = self._gather((self.kind, size))
-                for kind in dict(gathered):
-                    found = min(most for other, most in gathered if other == kind)
-                    device = self.profile.device(kind)
-                    if device is not None and found:
-                        entry = LargestBatch(tp, layers, found, recompute)  # type: ignore[arg-type]
-                        device.largest_batches[:] = [
-                            e
-                            for e in device.largest_batches
-                            if (e.tp, e.layers, e.recompute) != (tp, layers, recompute)
-                        ] + [entry]
-                self._save()
+        for tp, recompute in itertools.product(self.settings.tp, self.settings.recompute):
+            self._say(f"largest micro batch with {layers} layers, TP {tp}, recompute {recompute}")
+            with tensor_parallel_state(tp):
+                size = largest_micro_batch(self.settings, tp, recompute, self.memory_bytes[self.rank])
+            gathered = self._gather((self.kind, size))
+            for kind in dict(gathered):
+                found = min(most for other, most in gathered if other == kind)
+                device = self.profile.device(kind)
+                if device is not None and found:
+                    entry, held = LargestBatch(tp, layers, found, recompute), device.largest_batches  # type: ignore[arg-type]
+                    others = [e for e in held if (e.tp, e.layers, e.recompute) != (tp, layers, recompute)]
+                    held[:] = [*others, entry]
+            self._save()
 
     def _host(self) -> None:
         from .links import host_bandwidth
 
         rates = dict(self._gather((self.kind, host_bandwidth(self.device))))
-        devices = [
-            dataclasses.replace(
-                d, host_to_device_bytes_per_s=rates[d.kind][0], device_to_host_bytes_per_s=rates[d.kind][1]
-            )
-            if rates.get(d.kind)
-            else d
-            for d in self.profile.devices
-        ]
+        names = "host_to_device_bytes_per_s", "device_to_host_bytes_per_s"
+        measured = [dict(zip(names, rates.get(d.kind) or ())) for d in self.profile.devices]
+        devices = [dataclasses.replace(d, **found) for d, found in zip(self.profile.devices, measured, strict=True)]
         self.profile = dataclasses.replace(self.profile, devices=devices)
 
     def _links(self) -> None:

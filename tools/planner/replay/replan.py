@@ -220,8 +220,7 @@ def _corrected_profile(
 def _slower_device(device: DeviceProfile, name: str, factors: Factors) -> DeviceProfile:
     forward, backward = factors
     by = {"forward_s": forward, "backward_s": backward, "fixed_forward_s": forward, "fixed_backward_s": backward}
-    changed = [{name: getattr(t, name) * factor for name, factor in by.items()} for t in device.timings]
-    timings = [replace(t, **figures) for t, figures in zip(device.timings, changed)]
+    timings = [replace(t, **{of: getattr(t, of) * factor for of, factor in by.items()}) for t in device.timings]
     return replace(device, kind=name, timings=timings)
 
 
@@ -341,7 +340,6 @@ def replan(
     is_cpu = plan.predicted is not None and plan.predicted.costs is not None and plan.predicted.costs.host_blocks
     runtime = CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
     estimator = estimator_of(corrected, model, runtime, memory_margin)
-    estimator.follows_gpus = corrected.profile is None and not is_cpu
     before_s = predicted_s(estimator, corrected.plan)
     goal = goal or Goal()
     outcome = search("auto", estimator, goal, Progress()) if find is None else find(estimator, goal)
@@ -382,7 +380,7 @@ def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_ma
     costs: LayerCosts = CatalogCosts(model, cluster.gpu, runtime)
     if profile is not None:
         costs = MeasuredCosts(model, profile, cluster.gpu, runtime)
-    return Estimator(cluster, model, costs, runtime, memory_margin)
+    return Estimator(cluster, model, costs, runtime, memory_margin, profile is None and runtime != CPU_GLOO)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Comparison of a plan with other plans, and its bottlenecks, for ``explain``, ``compare`` and the page."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -87,11 +88,8 @@ def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> 
 
 def even_stages(seats: list[int], tp: int, count: int, width: int, layers: int) -> tuple[Stage, ...]:
     """Stages of ``width`` replicas each, in the order of the seats (the node group of each TP group)."""
-    out = []
-    for s in range(count):
-        mine = seats[s * width : (s + 1) * width]
-        out.append(Stage(layers, tuple(Group(p, tp, mine.count(p)) for p in dict.fromkeys(mine))))
-    return tuple(out)
+    held = [seats[s * width : (s + 1) * width] for s in range(count)]
+    return tuple(Stage(layers, tuple(Group(p, tp, n) for p, n in Counter(mine).items())) for mine in held)
 
 
 # Plans that differ from the best one in kind: in schedule, number of stages, TP or GPUs used.
@@ -108,15 +106,12 @@ def alternatives(estimator: Estimator, outcome: SearchResult, best: Found, count
 
     Plans that the runtime cannot run are left out.
     """
-    seen = {kind_of(best.candidate)}
-    rows = []
+    by_kind = {kind_of(best.candidate): best}
     for found in outcome.found:
-        kind = kind_of(found.candidate)
-        if kind in seen or not found.runnable:
-            continue
-        seen.add(kind)
-        rows.append(row_of(estimator, differences(estimator, best.candidate, found.candidate), found, best))
-    return rows[:count]
+        if found.runnable:
+            by_kind.setdefault(kind_of(found.candidate), found)
+    _, *others = by_kind.values()
+    return [row_of(estimator, differences(estimator, best.candidate, f.candidate), f, best) for f in others[:count]]
 
 
 def row_of(estimator: Estimator, what: str, found: Found | None, best: Found, why: str = "") -> dict[str, Any]:

@@ -62,9 +62,7 @@ def transfer_flow(seated: Seats, result: Result) -> Flow:
     sizes: dict[tuple[object, ...], float] = {}
     for d, ops in enumerate(result.program.ops):
         for op in ops:
-            if op.kind not in RECEIVES:
-                continue
-            if flat[op.peer].host == flat[d].host:
+            if op.kind not in RECEIVES or flat[op.peer].host == flat[d].host:
                 continue
             edge = flat[op.peer][:2], flat[d][:2]
             key = (op.kind, op.peer, op.peer_chunk, op.start, op.stop, relative[op.microbatch])

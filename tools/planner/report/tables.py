@@ -113,44 +113,41 @@ def table(title: str, *columns: str) -> "Table":
 
 def stages_of(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> list[dict[str, Any]]:
     """One row per stage and kind of replica."""
-    rows = []
     groups = [
-        (m, s, g, share, portion if g.parts else None)
+        (m, estimator.cluster.nodes[m.group.pool], s, g, share, portion if g.parts else None)
         for s, stage in enumerate(candidate.stages)
         for g, share, of in zip(stage.groups, estimate.microbatches[s], estimate.memory_of(candidate, s), strict=True)
         for m, (_, portion) in zip(of, candidate.parts_of(g), strict=True)
     ]
-    for m, s, g, share, portion in groups:
-        node = estimator.cluster.nodes[m.group.pool]
-        rows.append(
-            {
-                "stage": s,
-                "gpu": node.gpu,
-                "zone": node.zone,
-                "place": estimator.cluster.place(node),
-                "replicas": g.count,
-                "tp": g.tp,
-                "cp": candidate.cp,
-                "layers": candidate.stages[s].layers,
-                "recomputed": round((1 - g.kept) * candidate.stages[s].layers) * (candidate.recompute == "full"),
-                "microbatches_per_replica": share,
-                **({} if portion is None else {"part_of_sequences": portion}),
-                "busy_s": estimate.stage_busy_s[s],
-                "state_share": m.state_share,
-                "memory_bytes": {
-                    "parameters": m.parameter_bytes,
-                    "gradients": m.gradient_bytes,
-                    "optimizer": m.optimizer_bytes,
-                    "activations": m.activation_bytes,
-                    "workspace": m.workspace_bytes,
-                    "reserved": m.reserved_bytes,
-                },
-                "total_bytes": m.total_bytes,
-                "capacity_bytes": m.capacity_bytes,
-                "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
-            }
-        )
-    return rows
+    return [
+        {
+            "stage": s,
+            "gpu": node.gpu,
+            "zone": node.zone,
+            "place": estimator.cluster.place(node),
+            "replicas": g.count,
+            "tp": g.tp,
+            "cp": candidate.cp,
+            "layers": candidate.stages[s].layers,
+            "recomputed": round((1 - g.kept) * candidate.stages[s].layers) * (candidate.recompute == "full"),
+            "microbatches_per_replica": share,
+            **({} if portion is None else {"part_of_sequences": portion}),
+            "busy_s": estimate.stage_busy_s[s],
+            "state_share": m.state_share,
+            "memory_bytes": {
+                "parameters": m.parameter_bytes,
+                "gradients": m.gradient_bytes,
+                "optimizer": m.optimizer_bytes,
+                "activations": m.activation_bytes,
+                "workspace": m.workspace_bytes,
+                "reserved": m.reserved_bytes,
+            },
+            "total_bytes": m.total_bytes,
+            "capacity_bytes": m.capacity_bytes,
+            "fits": m.total_bytes <= estimator.memory_margin * m.capacity_bytes,
+        }
+        for m, node, s, g, share, portion in groups
+    ]
 
 
 def part_in_words(row: dict[str, Any]) -> str:

@@ -424,9 +424,8 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
     else:
         costs = CatalogCosts(model, cluster.gpu, runtime)
         check_precision(cluster, model, options.cluster, options.model)
-    estimator = Estimator(cluster, model, costs, runtime, options.memory_margin)
-    estimator.follows_gpus = not options.profile  # a profile has the times of the layers that ran
-    return estimator
+    follows_gpus = not options.profile  # a profile has the times of the layers that ran
+    return Estimator(cluster, model, costs, runtime, options.memory_margin, follows_gpus)
 
 
 def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:

@@ -173,20 +173,17 @@ def _configure(memo: CandidateCache, groups: Groups, bound: float) -> None:
     """Phase 2: every batch size and number of ministages, with and without offloading."""
     model = memo.estimator.model
     zero = 1 if model.distributed_optimizer else 0
-    for batch in model.batch_sizes:
-        for recompute in model.recompute:
-            plain = Candidate((), batch, recompute, zero_stage=zero)
-            if len(groups) > model.num_layers or memo.sketch.least(groups, plain) > bound:
-                continue
-            memo.try_groups(groups, plain)
-            if not zero or MINISTAGES not in memo.goal.allowed:
-                continue
-            for chunks in range(2, model.num_layers // len(groups) + 1):
-                for offload in (False, True):
-                    like = MINISTAGES.of(plain, chunks, offload)
-                    _, candidate = memo.try_groups(groups, like)
-                    if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
-                        return
+    for batch, recompute in product(model.batch_sizes, model.recompute):
+        plain = Candidate((), batch, recompute, zero_stage=zero)
+        if len(groups) > model.num_layers or memo.sketch.least(groups, plain) > bound:
+            continue
+        memo.try_groups(groups, plain)
+        if not zero or MINISTAGES not in memo.goal.allowed:
+            continue
+        for chunks, offload in product(range(2, model.num_layers // len(groups) + 1), (False, True)):
+            _, candidate = memo.try_groups(groups, MINISTAGES.of(plain, chunks, offload))
+            if candidate is not None and min(s.layers for s in candidate.stages) < chunks:
+                return
 
 
 # Sailor (section 4.2): the same data parallelism everywhere; dynamic programming over stages and resources.

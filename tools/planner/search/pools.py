@@ -49,10 +49,8 @@ def nodes_left_out(estimator: Estimator, most: Limits, count: int = 1) -> list[L
             part for less in nodes_left_out(estimator, most, count - 1) for part in nodes_left_out(estimator, less)
         ]
         return list(dict.fromkeys(fewer))
-    found = []
-    for p, node in enumerate(estimator.cluster.nodes):
-        less = max(0, most[p] - 1) // node.gpus_per_node * node.gpus_per_node
-        found.append((*most[:p], less, *most[p + 1 :]))
+    sizes = [node.gpus_per_node for node in estimator.cluster.nodes]
+    found = [(*most[:p], max(0, most[p] - 1) // n * n, *most[p + 1 :]) for p, n in enumerate(sizes)]
     return [limits for limits in dict.fromkeys(found) if any(limits) and limits != most]
 
 
@@ -73,12 +71,8 @@ def rounded_down(estimator: Estimator, most: Limits) -> list[Limits]:
 
     These divide into stages of equal width.
     """
-    found = []
-    for p, quota in enumerate(most):
-        power = power_below(quota)
-        if estimator.cluster.nodes[p].gpus_per_node <= power:
-            found.append((*most[:p], power, *most[p + 1 :]))
-    return found
+    powers = zip(estimator.cluster.nodes, map(power_below, most))
+    return [(*most[:p], n, *most[p + 1 :]) for p, (node, n) in enumerate(powers) if node.gpus_per_node <= n]
 
 
 def _by_attribute(estimator: Estimator, most: Limits) -> set[Limits]:
