@@ -15,10 +15,12 @@ from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, MODEL, PLAN
 from benchmarks.published.accuracy import reference_model, reference_profile
 from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
-from testing.planner_cases import model_of
+from testing.planner_cases import cluster_of, model_of
 from tests.unit.planner import eight_layers
 from tests.unit.planner.emit_plans import changed
+from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.catalogcost import CatalogCosts
+from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import (
     DENSE,
     EXPERTS,
@@ -53,6 +55,7 @@ from tools.planner.inputs.files import (
 )
 from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_parts import Experts
+from tools.planner.search.outcome import Found, in_pools
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
@@ -137,6 +140,21 @@ def test_one_kind_without_transformer_engine_decides_for_all_ranks():
     assert with_te.fused("A100-80") and not without.fused("A100-80")  # Megatron's own attention keeps its matrices
     a, b = (c.cost("A100-80", "layer", 1, 1, "none") for c in (with_te, without))
     assert b.forward_s > a.forward_s and b.activation_bytes > 2 * a.activation_bytes
+
+
+def test_plans_are_priced_with_the_layers_of_their_own_gpus() -> None:
+    """There is one estimator for each set of layers, whichever pools it was asked for first."""
+    cluster, model = cluster_of(("A100-80", 1, 8, 25e9), ("V100-32", 1, 8, 25e9)), Model(**SHAPE, precision="fp16")
+    without = CatalogCosts(model, cluster.gpu, WITHOUT_TE)
+    whole = Estimator(cluster, model, without, WITHOUT_TE, follows_gpus=True)
+    newer = whole.running([0])
+    assert newer.runtime is MEGATRON_HET and whole.running([0]) is newer.running([0]) is newer
+    assert newer.running([0, 1]) is newer.running([1]) is whole.running([1]) is whole
+    plan, alone = Candidate((Stage(model.num_layers, (Group(0, 1, 8),)),), 1), whole.only([0])
+    (found,) = in_pools(whole, [Found(plan, alone.estimate(plan))], [0])
+    assert found.estimate.iteration_s == alone.time_s(plan) < 0.99 * whole.estimate(plan).iteration_s
+    fixed = Estimator(cluster, model, without, WITHOUT_TE)
+    assert fixed.running([0]) is fixed
 
 
 @pytest.mark.parametrize("gpu", ["V100-32", "A100-80", "H100-SXM", "MI300X"])

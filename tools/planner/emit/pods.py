@@ -105,13 +105,14 @@ def render(
     if elastic is not None:
         texts[ELASTIC_SCRIPT] = script(ELASTIC_SCRIPT, launch, note="One pod of an elastic job.", how=how(elastic))
     roles = _roles(parts, kinds, launch, pods, elastic is not None)
-    documents = [_jobset(roles, launch, pods, elastic is not None)]
+    documents, note = (
+        [_jobset(roles, launch, pods, elastic is not None)],
+        "# Start with: kubectl apply -f jobset.yaml\n",
+    )
     if pods.target == "skypilot":
         header: dict[str, Any] = {"name": launch.job_name, "execution": "parallel"}
         header |= {"primary_tasks": [CONTROLLER]} if elastic else {}
         documents = [header, *(_task(role, launch, pods) for role in roles)]
-    note = "# Start with: kubectl apply -f jobset.yaml\n"
-    if pods.target == "skypilot":
         note = "# Start with: sky jobs launch skypilot.yaml (SkyPilot calls its job groups experimental)\n"
     text = yaml.safe_dump_all(documents, sort_keys=False, width=1000)
     return {**texts, FILES[pods.target]: note + text}

@@ -231,11 +231,9 @@ def _new_links(links: Sequence[LinkProfile], base: Mapping[str, str]) -> list[Li
         ends = [
             [kind, *(name for name, old in base.items() if old == kind)] for kind in (link.first_kind, link.second_kind)
         ]
-        if link.first_kind == link.second_kind:
-            pairs = list(combinations_with_replacement(ends[0], 2))
-        else:
-            pairs = [(a, b) for a in ends[0] for b in ends[1]]
-        out += [replace(link, first_kind=a, second_kind=b) for a, b in pairs[1:]]
+        is_one = link.first_kind == link.second_kind
+        _, *more = combinations_with_replacement(ends[0], 2) if is_one else product(ends[0], ends[1])
+        out += [replace(link, first_kind=a, second_kind=b) for a, b in more]
     return out
 
 

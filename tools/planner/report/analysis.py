@@ -63,11 +63,9 @@ def _parts(nodes: tuple[NodeGroup, ...]) -> list[tuple[int, ...]]:
     usable = tuple(p for p, n in enumerate(nodes) if n.quota)
     if len(usable) <= MOST_GROUPS:
         return [c for k in range(1, len(usable) + 1) for c in combinations(usable, k)]
-    found = {usable}
-    for name in ("gpu", "where"):
-        for value in {getattr(nodes[p], name) for p in usable}:
-            found.add(tuple(p for p in usable if getattr(nodes[p], name) == value))
-    return sorted(found)
+    kinds = {(name, getattr(nodes[p], name)) for name in ("gpu", "where") for p in usable}
+    alike = {tuple(p for p in usable if getattr(nodes[p], name) == value) for name, value in kinds}
+    return sorted({usable, *alike})
 
 
 def _replicated(estimator: Estimator, seats: list[int], tp: int, count: int) -> Iterator[Candidate]:

@@ -515,7 +515,9 @@ def _search_together(
             prefer_plain(estimator, goal, outcome)
             if robust:
                 prefer_steady(estimator, goal, outcome)
-        outcome.found = _distinct(outcome.found)
+        # Plans on other GPUs alone run faster layers, with which they have been searched.
+        own = [f for f in outcome.found if estimator.running(f.candidate.gpus()) is estimator]
+        outcome.found = _distinct(own or outcome.found)
         progress.is_over = True
     except KeyboardInterrupt:
         progress.is_over = outcome.interrupted = True

@@ -7,11 +7,10 @@ from typing import Any
 
 from ..costs.candidate import Candidate
 from ..costs.estimate import Estimate, Estimator
-from ..costs.simulation import block_s
 from ..costs.unit import Unit
 from ..inputs.cluster import NodeGroup
 from .balance import relieved
-from .finish import confirm, pools_of
+from .finish import confirm, pools_of, simulated
 from .outcome import Found, Goal, PassedOver, SearchResult, Shift
 
 NEAR = 0.005
@@ -57,7 +56,7 @@ def prefer_plain(estimator: Estimator, goal: Goal, outcome: SearchResult) -> Non
         if plainness[:3] == least[:3] and found.value(goal) > best.value(goal) * (1 + PLAINER / 2):
             continue  # alternating kinds may cost only half of that
         if _is_taken(estimator, goal, outcome, found, limit):
-            outcome.passed_over = _passed_over(estimator, best, outcome.found[0], is_plainer=True)
+            outcome.passed_over = _passed_over(estimator, best, outcome.found[0], _in_words(estimator, best.candidate))
             return
     _prefer_independent(estimator, goal, outcome)
 
@@ -68,7 +67,7 @@ def _resident(estimator: Estimator, goal: Goal, offloaded: Candidate) -> Found |
         c = relieved(estimator, offloaded.with_(offload=False, shares=None, micro_batch_size=batch))
         estimate = goal.usable(estimator, c)
         if estimate is not None:
-            return Found(c, estimate, block_s(estimator, c, estimate))
+            return simulated(estimator, c, estimate)
     return None
 
 
@@ -91,13 +90,8 @@ def _in_words(estimator: Estimator, candidate: Candidate) -> str:
     return words + (", kinds of GPU in turns" if turns else "")
 
 
-def _passed_over(estimator: Estimator, best: Found, chosen: Found, is_plainer: bool) -> PassedOver:
-    return PassedOver(
-        best.iteration_s,
-        _blocked_s(estimator, best),
-        _blocked_s(estimator, chosen),
-        _in_words(estimator, best.candidate) if is_plainer else "",
-    )
+def _passed_over(estimator: Estimator, best: Found, chosen: Found, plan: str = "") -> PassedOver:
+    return PassedOver(best.iteration_s, _blocked_s(estimator, best), _blocked_s(estimator, chosen), plan)
 
 
 def blocking_ratio(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float | None:
@@ -129,7 +123,7 @@ def _prefer_independent(estimator: Estimator, goal: Goal, outcome: SearchResult)
         if blocked_s - _blocked_s(estimator, found) <= max(0.0, found.iteration_s - best.iteration_s):
             return
         if _is_taken(estimator, goal, outcome, found, limit_s):
-            outcome.passed_over = _passed_over(estimator, best, outcome.found[0], is_plainer=False)
+            outcome.passed_over = _passed_over(estimator, best, outcome.found[0])
             return
 
 
