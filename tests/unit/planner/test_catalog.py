@@ -55,7 +55,8 @@ from tools.planner.inputs.files import (
 )
 from tools.planner.inputs.model import Model, load_model, model_from_document
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search.outcome import Found, in_pools
+from tools.planner.search.methods import search
+from tools.planner.search.outcome import Found, Goal, in_pools
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
@@ -144,15 +145,19 @@ def test_one_kind_without_transformer_engine_decides_for_all_ranks():
 
 def test_plans_are_priced_with_the_layers_of_their_own_gpus() -> None:
     """There is one estimator for each set of layers, whichever pools it was asked for first."""
-    cluster, model = cluster_of(("A100-80", 1, 8, 25e9), ("V100-32", 1, 8, 25e9)), Model(**SHAPE, precision="fp16")
+    cluster, model = cluster_of(("A100-80", 1, 2, 25e9), ("V100-32", 1, 2, 25e9)), Model(**SHAPE, precision="fp16")
     without = CatalogCosts(model, cluster.gpu, WITHOUT_TE)
     whole = Estimator(cluster, model, without, WITHOUT_TE, follows_gpus=True)
     newer = whole.running([0])
     assert newer.runtime is MEGATRON_HET and whole.running([0]) is newer.running([0]) is newer
     assert newer.running([0, 1]) is newer.running([1]) is whole.running([1]) is whole
-    plan, alone = Candidate((Stage(model.num_layers, (Group(0, 1, 8),)),), 1), whole.only([0])
+    plan, alone = Candidate((Stage(model.num_layers, (Group(0, 1, 2),)),), 1), whole.only([0])
     (found,) = in_pools(whole, [Found(plan, alone.estimate(plan))], [0])
     assert found.estimate.iteration_s == alone.time_s(plan) < 0.99 * whole.estimate(plan).iteration_s
+    found = search("auto", whole, Goal("cost", schedules=("1f1b",))).found  # with plans of each part of the cluster
+    kinds = {tuple(f.candidate.gpus()) for f in found}
+    assert (0,) in kinds and len(kinds) > 1
+    assert all(f.estimate == whole.running(f.candidate.gpus()).estimate(f.candidate) for f in found)
     fixed = Estimator(cluster, model, without, WITHOUT_TE)
     assert fixed.running([0]) is fixed
 

@@ -382,7 +382,9 @@ def changes(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candidat
                     yield from (c.with_(recompute=recompute, host_activations=share) for share in SHARES)
         if not schedule_of(c).shards_parameters:
             yield from (c.with_(host_activations=share) for share in (0.0, *SHARES) if share != c.host_activations)
-    elif c.recompute != "none" in estimator.model.recompute and not (c.sizes or schedule_of(c).shards_parameters):
+    elif "none" in estimator.model.recompute and not (
+        c.recompute == "none" or c.sizes or schedule_of(c).shards_parameters
+    ):
         kept = c.with_(recompute="none", depths=())
         free = balance(estimator, tuple(s.groups for s in kept.stages), kept, fits=False)
         yield from (free.with_(host_activations=share) for share in SHARES if free is not None)
