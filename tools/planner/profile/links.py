@@ -89,7 +89,16 @@ def measure_link(link: Link, sizes: Sequence[int], device: torch.device, repeats
     if rank != link.ranks[0]:
         return None
     latency_s, bytes_per_s = fit_line(samples)
-    return LinkProfile(*link[:4], len(link.ranks), latency_s, bytes_per_s, samples)
+    return LinkProfile(
+        scope=link.scope,
+        first_kind=link.first_kind,
+        second_kind=link.second_kind,
+        operation=link.operation,
+        participants=len(link.ranks),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        samples=samples,
+    )
 
 
 def _operation(link: Link, size: int, group: Any, device: torch.device) -> Callable[[], object]:
