@@ -105,10 +105,8 @@ def render(
     if elastic is not None:
         texts[ELASTIC_SCRIPT] = script(ELASTIC_SCRIPT, launch, note="One pod of an elastic job.", how=how(elastic))
     roles = _roles(parts, kinds, launch, pods, elastic is not None)
-    documents, note = (
-        [_jobset(roles, launch, pods, elastic is not None)],
-        "# Start with: kubectl apply -f jobset.yaml\n",
-    )
+    documents = [_jobset(roles, launch, pods, elastic is not None)]
+    note = "# Start with: kubectl apply -f jobset.yaml\n"
     if pods.target == "skypilot":
         header: dict[str, Any] = {"name": launch.job_name, "execution": "parallel"}
         header |= {"primary_tasks": [CONTROLLER]} if elastic else {}
