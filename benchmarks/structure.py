@@ -126,11 +126,11 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 71_830,
-    "all_lines": 135_985,
+    "product_lines": 71_800,
+    "all_lines": 135_930,
     "package_lines": BUDGET
     | {
-        "benchmarks": 15_095,
+        "benchmarks": 14_960,
         "examples": 2_170,
         "megatron_het": 1_550,
         "megatron_het/arguments": 1_000,
@@ -147,8 +147,8 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "megatron_het/store": 1_135,
-        "tests": 40_750,
-        "tools/planner": 23_000,
+        "tests": 40_700,
+        "tools/planner": 22_995,
     },
 }
 """The values of figures that miss their targets, which may not grow; lines are rounded up."""
