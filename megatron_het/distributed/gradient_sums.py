@@ -295,11 +295,15 @@ def count_once_in_params_norm(model: list[torch.nn.Module], groups: PlanGroups) 
     them over the replicas before.  Call this once the optimizer has its shards: later nothing else reads
     these attributes.
     """
-    for name, parameter in (named for chunk in model for named in chunk.named_parameters()):
+    for name, parameter in _parameters(model):
         if getattr(parameter, "main_param_sharded", False):
-            parameter.main_param_sharded = False  # type: ignore[attr-defined]
+            parameter.main_param_sharded = False
         elif not _is_first_copy(name, groups):
-            parameter.shared = True  # type: ignore[attr-defined]
+            parameter.shared = True
+
+
+def _parameters(model: list[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    return (named for chunk in model for named in chunk.named_parameters())
 
 
 def _is_first_copy(name: str, groups: PlanGroups) -> bool:
@@ -317,9 +321,9 @@ def mark_duplicates(model: list[torch.nn.Module], groups: PlanGroups, distribute
     placement = groups.placement
     where = placement.locate(groups.rank)
     counts = placement.replica(where.stage, where.replica).cut == placement.classes(where.stage)[0]
-    for name, parameter in (named for chunk in model for named in chunk.named_parameters()):
+    for name, parameter in _parameters(model):
         if not counts or not (distributed_optimizer or _is_first_copy(name, groups)):
-            parameter.shared = True  # type: ignore[attr-defined]
+            parameter.shared = True
 
 
 # Weights in fp8 (``--fp8-param-gather``) have two initial values.

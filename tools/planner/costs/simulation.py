@@ -340,7 +340,7 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
 
 
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """Simulate one of the candidate's equal pipelines, which differ only in their nodes. Raises PlannerError."""
+    """Simulate one of the equal pipelines, the exact reference of :func:`block_s`; raises PlannerError."""
     plan = build_plan(estimator, candidate, estimate, one_block=True)
     return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
 

@@ -61,9 +61,7 @@ def from_config(config: Config, file: str, seq_length: int | None = None) -> dic
         config, kind = {**outer, **inside}, inside.get("model_type") or INSIDE[str(kind)]
     kind = SAME_AS.get(str(kind), kind)
     if not isinstance(kind, str) or kind not in FAMILIES:
-        near = (
-            difflib.get_close_matches(kind, {*FAMILIES, *SAME_AS, *INSIDE}, cutoff=0.5) if isinstance(kind, str) else ()
-        )
+        near = difflib.get_close_matches(str(kind or ""), {*FAMILIES, *SAME_AS, *INSIDE}, cutoff=0.5)
         hint = f"Near: {', '.join(near)}. " if near else ""
         hint += "All known ones are in docs/models.md; write a model file for others (docs/planner.md)"
         raise PlannerError(file, "model_type", kind, "unknown architecture", hint)

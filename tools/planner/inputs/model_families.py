@@ -47,11 +47,8 @@ SAME_AS: Mapping[str, str] = _DATA["same_as"]
 """Other values of ``model_type``, each with the family that it belongs to."""
 INSIDE: Mapping[str, str] = _DATA["inside"]
 """Multimodal models with a text model in ``text_config``, and the ``model_type`` of that text model."""
-ALTERNATING = {
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-}  # each layer is an attention or a delta net, and an MLP
+# Each layer is an attention or a delta net, then an MLP.
+ALTERNATING = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 HYBRID = ALTERNATING | {"nemotron_h"}  # models with layers of several kinds
 NOT_OF_THE_MODEL = frozenset(_DATA["not_of_the_model"])
 SHAPES_ONLY = frozenset(_DATA["shapes_only"])
@@ -127,7 +124,7 @@ def dense_layers(r: Reading) -> list[int]:
     first, freq = r.get("first_k_dense_replace") or 0, r.get("moe_layer_freq") or 1
     only, step = set(r.get("mlp_only_layers") or ()), r.get("decoder_sparse_step") or 1
     last = r.get("moe_layer_end_index", -1)
-    after_dense = range(first, last + 1 if last >= 0 else r.layers)
+    between = range(first, last + 1 if last >= 0 else r.layers)
     if listed := r.get("mlp_layer_types"):
         return [layer for layer, kind in enumerate(listed) if kind == "dense"]
     if sparse := r.get("moe_layers"):
@@ -135,7 +132,7 @@ def dense_layers(r: Reading) -> list[int]:
     return [
         layer
         for layer in range(r.layers)
-        if layer not in after_dense or layer % freq != 0 or layer in only or (layer + 1) % step != 0
+        if layer not in between or layer % freq != 0 or layer in only or (layer + 1) % step != 0
     ]
 
 

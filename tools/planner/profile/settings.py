@@ -287,7 +287,6 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
     slices = parse_numbers(options.slice_tokens, "--slice-tokens")
     if slices and model.seq_length not in slices:
         slices = (model.seq_length, *slices)
-    same = ("window_s", "windows", "normalization", "activation", "largest_batch_layers")
     return ProfileSettings(
         model=model,
         out=str(options.out),
@@ -297,8 +296,12 @@ def settings_of(options: argparse.Namespace, model: ProfiledModel) -> ProfileSet
         ep=parse_numbers(options.ep, "--ep"),
         slice_tokens=slices,
         recompute=tuple(p.strip() for p in options.recompute.split(",") if p.strip()),
+        window_s=options.window_s,
+        windows=options.windows,
+        normalization=options.normalization,
+        activation=options.activation,
         links=not options.no_links,
-        **{name: getattr(options, name) for name in same},
+        largest_batch_layers=options.largest_batch_layers,
     )
 
 
