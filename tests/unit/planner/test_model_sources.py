@@ -31,10 +31,15 @@ def write(folder, config, name="config.json"):
     return folder / name
 
 
-def test_a_published_model_is_read(tmp_path):
-    file = write(tmp_path / "model", DEEPSEEK | {"num_nextn_predict_layers": 0})
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7),
+     ("deepseek-v3", 671.0)],
+)  # fmt: skip
+def test_published_sizes(tmp_path, name, billions):
+    file = write(tmp_path / "model", FILES[name] | {"num_nextn_predict_layers": 0})
     model = load_model(file, seq_length=4096, global_batch_size=256)
-    assert model.parameters / 1e9 == pytest.approx(671.0, rel=0.005)
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert model.not_run == [] and model.precision == "bf16" and model.name == "model"
     assert model.distributed_optimizer and model.sequence_parallel
     assert load_model(tmp_path / "model", seq_length=4096, global_batch_size=256) == model
