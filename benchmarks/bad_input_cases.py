@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -30,6 +31,18 @@ def sliced_plan() -> dict[str, Any]:
 def other_plans() -> dict[str, dict[str, Any]]:
     """Plans of further kinds for the same model and cluster, by name."""
     return {name: {**PLAN, **changes} for name, changes in _GOOD["other_plans"].items()}
+
+
+def written_out(text: Any) -> Any:
+    """Returns a text with its repeated parts, like ``<9 x 400>``, written out; other values as they are."""
+    if not isinstance(text, str):
+        return text
+    return re.sub(r"<(.+?) x (\d+)>", lambda part: part[1] * int(part[2]), text, flags=re.DOTALL)
+
+
+def place_of(text: str) -> tuple[str | int, ...]:
+    """Returns the keys and indices of a place in a document, from ``stages.0.layers``."""
+    return tuple(int(key) if key.isdecimal() else key for key in text.split("."))
 
 
 def document_text(document: Any) -> str:
@@ -132,53 +145,16 @@ def _text(document: Any) -> str:
     return text
 
 
-_NUMBERS: tuple[tuple[str, Any], ...] = (
-    ("not a number", _Raw("NaN")),
-    ("not a number (YAML)", _Raw(".nan")),
-    ("infinite", _Raw("Infinity")),
-    ("infinite (YAML)", _Raw(".inf")),
-    ("too large for a float", _Raw("1e400")),
-    ("hundreds of digits", _Raw("9" * 400)),
-    ("thousands of digits", _Raw("7" * 6000)),
-    ("negative", -1),
-    ("negative, large", _Raw("-" + "9" * 300)),
-    ("a text for a number", "many"),
-    ("a number in quotes", "4"),
-    ("true for a number", True),
-    ("a list for a number", [1]),
-    ("a mapping for a number", {"a": 1}),
-    ("a date for a number", "2024-01-01"),
-)
-_TEXTS: tuple[tuple[str, Any], ...] = (
-    ("a number for a text", 7),
-    ("a list for a text", ["a"]),
-    ("a mapping for a text", {"a": "b"}),
-    ("a terminal's control sequence", "\x1b]0;x\x07\x1b[2J"),
-    ("a line break in a name", "a\nb"),
-    ("a null character", "a\0b"),
-    ("a very long name", "x" * 1_000_000),
-)
-_SWITCHES: tuple[tuple[str, Any], ...] = (
-    ("a number for a switch", 2),
-    ("a text for a switch", "yes"),
-    ("a list for a switch", [True]),
-)
-# Fields with free text, or in which another word has another meaning but is valid.
-_FREE = {"notes", "source", "name", "zone", "gpu", "kind", "first_kind", "second_kind", "layer", "device"}
-
-
 def _leaf_case(rng: random.Random, name: str, document: Any, targets: list[tuple[str, tuple[str, ...]]]) -> Case | None:
     path, value = rng.choice(list(_leaves(document)))
-    if isinstance(value, bool):
-        kind, new = rng.choice(_SWITCHES)
-    elif isinstance(value, int | float):
-        kind, new = rng.choice(_NUMBERS)
-    else:
-        kind, new = rng.choice(_TEXTS)
-        if path[-1] in ("notes", "source") and isinstance(new, str):  # any text may be there
-            return None
+    of = "switch" if isinstance(value, bool) else "number" if isinstance(value, int | float) else "text"
+    kind, text = rng.choice(list(_GOOD["in_place_of_a"][of].items()))
+    if of == "text" and path[-1] in ("notes", "source") and text.startswith('"'):  # any text may be there
+        return None
     tool, words = rng.choice(targets)
-    return Case(f"{kind}: {_where(path)}", tool, words, {name: _text(_replaced(document, path, new))})
+    return Case(
+        f"{kind}: {_where(path)}", tool, words, {name: _text(_replaced(document, path, _Raw(written_out(text))))}
+    )
 
 
 def _where(path: tuple[Any, ...]) -> str:
@@ -229,18 +205,9 @@ def _bomb() -> str:
     return text
 
 
-_REQUIRED: dict[str, list[str | tuple[str | int, ...]]] = {
-    "plan.json": ["format", "version", "model", "training", "stages", ("model", "num_layers"), ("model", "seq_length")],
-    "cluster.yaml": ["nodes", ("nodes", 0, "gpu"), ("nodes", 1, "count"), ("nodes", 0, "gpus_per_node"), "links"],
-    "model.yaml": ["num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "seq_length", "global_batch_size"],
-    "profile.json": ["format", "version", "model", ("model", "precision"), ("devices", 0, "kind")],
-}
-
-
 def _removed_case(rng: random.Random, name: str, document: Any, targets: list[tuple[str, tuple[str, ...]]]) -> Case:
     """Make a case without a required key."""
-    choice = rng.choice(_REQUIRED[name])
-    path = choice if isinstance(choice, tuple) else (choice,)
+    path = place_of(rng.choice(_GOOD["required"][name]))
     out = copy.deepcopy(document)
     inner = out
     for key in path[:-1]:
