@@ -22,10 +22,10 @@ from benchmarks.bad_input_cases import (
     INJECTIONS,
     MODEL,
     PLAN,
+    PROFILE,
     SPECIAL,
     Case,
     _replaced,
-    _start,
     command,
     document_text,
     place_of,
@@ -58,7 +58,8 @@ def _documents() -> dict[str, dict[str, Any]]:
     good["running"]["generation"]["plan"] = PLAN
     good["expectations"]["plan_hash"] = plan_hash(plan)
     good["watch"] |= {"format": FORMAT, "version": VERSION, "plan_hash": identity(plan), "devices": devices}
-    return {**good, "cluster": CLUSTER, "model": MODEL, "plan": PLAN}
+    own = {"cluster": CLUSTER, "model": MODEL, "profile": PROFILE, "plan": PLAN, "sliced plan": sliced_plan()}
+    return {**good, **own}
 
 
 def _text(content: Any, document: str) -> str | bytes:
@@ -82,7 +83,7 @@ def _group(name: str) -> Iterator[Case]:
             yield _case(row, f"bad {option}", f"{option}={value}")
         for content, target in itertools.product(given, row.get("of", ())):
             files = {target["name"]: _text(content, row.get("document", ""))}
-            yield _case(target, {**row, **target}["kind"], *_words(target.get("words", "")), files=files)
+            yield _case(target, target["kind"], *_words(target.get("words", "")), files=files)
         for more in row.get("words", ()):
             yield _case(row, row["kind"], *_words(f"{more} {row.get('then', '')}"))
 
@@ -181,36 +182,42 @@ def injections() -> Iterator[Case]:
         yield case("quoted text of --extra", "--extra", quoted, wrong=False)
 
 
-def _plans() -> Iterator[Case]:
-    for plan, rows in ((PLAN, _LISTED["plans"]), (sliced_plan(), _LISTED["sliced_plans"])):
-        for kind, changes in rows.items():
-            changed = plan
-            for where, value in changes.items():
-                changed = _replaced(changed, place_of(where), value)
-            for tool, words in (*(("planner", command(name)) for name in ("check", "simulate", "emit")), _start()):
-                yield Case(kind, tool, words, {"plan.json": document_text(changed)})
-
-
-def _clusters() -> Iterator[Case]:
-    first, second = CLUSTER["nodes"]
-    for kind, change in _LISTED["clusters"].items():
-        text = json.dumps({**CLUSTER, "nodes": [{**first, **change}, second]})
-        for name in ("plan", "check", "emit"):
-            yield Case(kind, "planner", command(name), {"cluster.yaml": text})
+def _changed() -> Iterator[Case]:
+    """Yields cases of documents that are good but for the values at some places."""
+    for group in _LISTED["changed"]:
+        for kind, changes in group["kinds"].items():
+            document = _documents()[group["document"]]
+            for place, value in changes.items():
+                document = _replaced(document, place_of(place), value)
+            for name in group["as"]:
+                yield _case({"as": name}, kind, files={group["name"]: document_text(document)})
     many = {"nodes": [{"gpu": "A10G", "count": 1, "gpus_per_node": 1, "zone": "z"} for _ in range(2000)]}
     yield Case("2,000 groups of nodes", "planner", command("plan"), {"cluster.yaml": json.dumps(many)})
 
 
-def _models() -> Iterator[Case]:
-    for change in _LISTED["models"]:
-        yield Case(f"model: {change}", "planner", command("plan"), {"model.yaml": json.dumps({**MODEL, **change})})
+def _texts() -> Iterator[Case]:
+    """Yields cases of files that are no documents."""
+    for group in _LISTED["texts"]:
+        for kind, given in group["kinds"].items():
+            text = group["in"].replace(*given, 1) if isinstance(given, list) else written_out(given)
+            for name in group["as"]:
+                yield _case({"as": name}, kind, files={group["name"]: text})
+
+
+def _numbers_of_layers() -> Iterator[Case]:
     lines = "\n".join(f"{key}: {json.dumps(value)}" for key, value in MODEL.items() if key != "num_layers")
     for text in _LISTED["numbers_of_layers"]:
         yield Case(f"num_layers: {text}", "planner", command("plan"), {"model.yaml": f"{lines}\nnum_layers: {text}\n"})
 
 
+def in_order() -> list[Case]:
+    """All listed cases, in the order of the list."""
+    fixed = (special_files(), injections(), _group("options"), _changed(), _texts(), _numbers_of_layers(), jobs())
+    return [*itertools.chain.from_iterable(fixed)]
+
+
 def listed(rng: random.Random) -> list[Case]:
     """All listed cases, in an order drawn from the seed."""
-    cases = [*special_files(), *injections(), *_group("options"), *_plans(), *_clusters(), *_models(), *jobs()]
+    cases = in_order()
     rng.shuffle(cases)
     return cases

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import random
 import re
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import yaml
 
 from benchmarks import bad_input
 from benchmarks.bad_input import reported
-from benchmarks.bad_input_listed import listed
+from benchmarks.bad_input_listed import in_order
 from examples.llama.job import model_of
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, PlanError, ScheduleSpec
@@ -220,9 +219,9 @@ def emitted() -> Corpus:
 
 
 def refusals() -> Corpus:
-    """What is said about malformed input: all that was once wrong, and one of every kind that is listed."""
-    cases = {case.kind: case for case in [*listed(random.Random(0)), *reported()]}
-    wanted = [case for case in cases.values() if case.wrong and case.tool in ("planner", "schedule", "start")]
+    """What is said about malformed input: all that was once wrong, and the last one of every kind that is listed."""
+    cases = {case.kind: case for case in [*in_order(), *reported()]}
+    wanted = [case for case in cases.values() if case.wrong and case.tool in ("planner", "schedule", "start", "doctor")]
     with mock.patch.dict(os.environ, {"COLUMNS": "100", "HET_PLAN_VERIFY": "0"}):
         said = [(answer.case.kind, answer.text) for answer in bad_input.run(wanted)]
     # The message of a refusal, without how the command is used.

@@ -10,7 +10,6 @@ from megatron_het.arguments.flags import split_arguments
 from megatron_het.features import options_of
 from megatron_het.features.context_exchange.spec import ExchangeOptions
 from megatron_het.features.documents.spec import Documents
-from megatron_het.features.registry import check_plan_alone
 from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.run_config import plan_from_flags
 from tests.unit.plan.feature_checks import check_feature, refusal
@@ -38,65 +37,6 @@ def check_cut(made: Plan, args: Any) -> None:
 
 PP4 = "--pipeline-model-parallel-size 4"
 PP2V2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
-
-
-EMPTY_CHUNK = replace(plan(PP4), stages=tuple(replace(s, layers=(n,)) for s, n in zip(plan(PP4).stages, (2, 3, 0, 3))))
-
-
-def sliced(made: Plan | None = None, **given: Any) -> Plan:
-    return replace(made or plan(PP4), schedule=ScheduleSpec("slimpipe", {"slices": 4, **given}))
-
-
-@pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        (plan(PP4, slices=None), "needs a number of slices"),
-        (plan(PP4, slices=0), "at least 1"),
-        (plan(PP4, slices=True), "at least 1"),
-        (plan(PP4, slices=65), "a multiple of 1 tokens, and have 65 of them at least"),
-        (plan(PP4, slices=2), "fewer slices than the 4 stages"),
-        (
-            plan("--pipeline-model-parallel-size 4 --seq-length 60 --num-virtual-stages-per-pipeline-rank 2", slices=6),
-            "the 4 stages must divide it",
-        ),
-        (
-            plan("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", slices=64),
-            "--seq-length = 64 must be a multiple of 2 tokens, and have 64 of them at least",
-        ),
-        (plan(PP4, schedule="1f1b"), "schedule 1f1b does not cut sequences"),
-        (
-            replace(plan(PP4), schedule=ScheduleSpec("1f1b", {"context_exchange": True})),
-            "schedule 1f1b does not cut sequences",
-        ),
-        (sliced(context_exchange=1), "context_exchange = 1: must be true or false"),
-        (sliced(exchange_keep=True), "exchange_keep = True: there is no context exchange"),
-        (sliced(context_exchange=True, exchange_units=3), "--het-exchange-units = 3.*16 tokens of a slice"),
-        (sliced(context_exchange=True, exchange_units=0), "whole number"),
-        (sliced(exchange_attention=[1] * 4), "exchange_attention.*there is no context exchange"),
-        (sliced(context_exchange=True, exchange_attention=[1] * 3), "list of 4 whole.*one per replica"),
-        (sliced(context_exchange=True, exchange_attention=[1, 2, 0, 4]), "each of 1 to 1000000000"),
-        (sliced(context_exchange=True, exchange_rest=[1, 2, True, 4]), "list of 4 whole.*per chunk"),
-        (sliced(context_exchange=True, exchange_rest=[1] * 4), "says nothing without exchange_attention"),
-        (
-            sliced(context_exchange=True, slices=33, exchange_units=2),
-            "in exchange units, so --seq-length = 64 must be a multiple of 2 tokens, and have 33 of them at least",
-        ),
-        (
-            sliced(context_exchange=True, slice_lengths="work", exchange_units=3),
-            "in exchange units, so --seq-length = 64 must be a multiple of 3 tokens",
-        ),
-        (sliced(context_exchange=True, slice_lengths="work", exchange_units=0), "whole number"),
-        (sliced(context_exchange=True, slice_lengths="work", exchange_units="2"), "exchange-units = '2'"),
-        (sliced(slice_lengths="long"), "slice_lengths = 'long': must be one of"),
-        (sliced(slice_keys_per_token=10.0), "goes with slices of equal work only"),
-        (sliced(slice_lengths="work", slice_keys_per_token=0.0), "must be above 0"),
-        (sliced(EMPTY_CHUNK, context_exchange=True), "a chunk has no layers.*layer by layer"),
-        *((sliced(offload_activations=r), "a share above 0 and at most 1") for r in (0, -0.5, 1.5, True, "half")),
-    ],
-)
-def test_numbers_and_exchange_refused(made: Plan, reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        check_plan_alone(made)
 
 
 @pytest.mark.parametrize("schedule", ["slimpipe", "seq1f1b", "terapipe"])

@@ -19,7 +19,7 @@ from tools.planner.emit.flags import model_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
-from tools.planner.inputs.model import Model, load_model, model_from_document
+from tools.planner.inputs.model import Model, load_model
 from tools.planner.inputs.model_arguments import from_arguments
 from tools.planner.inputs.model_configs import from_config
 from tools.planner.search.methods import search
@@ -147,25 +147,6 @@ def test_plan_and_flags_have_the_pattern():
     words = " ".join(model_arguments(build_plan(e, two_stages(2, 2), e.estimate(two_stages(2, 2))), recurrent))
     assert "--mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128" in words
     assert "--linear-num-key-heads 16 --linear-num-value-heads 32" in words
-
-
-@pytest.mark.parametrize(
-    "changes, problem",
-    [
-        ({"pattern": "*x"}, "is no kind of layer"),
-        ({"pattern": "*-|*-"}, "has no place in it"),
-        ({"pattern": "*-", "num_layers": 3}, "has 2 layers, and num_layers = 3"),
-        ({"pattern": "M-"}, "see mamba"),
-        ({"pattern": "*E"}, "see experts"),
-        ({"pattern": "*-", "mamba": MAMBA}, "has no layers M"),
-        ({"num_layers": 2, "mamba": MAMBA}, "needs a pattern"),
-        ({"pattern": "G", "delta_net": {"key_heads": 3, "value_heads": 4}}, "does not divide"),
-        ({"pattern": "*-", "attention_window": 16, "windowed_layers": 0.5}, "attention_window"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(changes, problem):
-    with pytest.raises(PlannerError, match=problem):
-        model_from_document({**SIZES, "micro_batch_sizes": [1], "recompute": ["none"], **changes}, "model.yaml")
 
 
 def test_a_profile_of_recurrent_layers_is_refused():

@@ -253,29 +253,6 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     assert found.end_s == 100.0
 
 
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [
-        ("time,gpu,nodes\n", "line 1"),
-        ("", "line 1"),
-        ("time_s,gpu,nodes\n0,T4\n", "line 2"),
-        ("time_s,gpu,nodes\n0,V100,1\n", "line 2, gpu"),
-        ("time_s,gpu,nodes\n0,T4,4\n", "line 2, nodes"),
-        ("time_s,gpu,nodes\n0,T4,1.5\n", "line 2, nodes"),
-        ("time_s,gpu,nodes\n5,T4,1\n4,T4,2\n", "line 3, time_s"),
-        ("time_s,gpu,nodes\nnan,T4,1\n", "line 2, time_s"),
-        ("time_s,gpu,nodes\nx,T4,1\n", "line 2, time_s"),
-        ("time_s,gpu,nodes,notice\n0,T4,1,maybe\n", "line 2, notice"),
-        ("time_s,gpu,nodes\n0,T4,1\n", "time_s"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, text: str, where: str) -> None:
-    (file := tmp_path / "trace.csv").write_text(text)
-    with pytest.raises(PlannerError) as caught:
-        policies.load_trace(file, cluster())
-    assert caught.value.key == where
-
-
 def test_pauses_grow_with_the_state_as_measured() -> None:
     def of(pauses_s: list[float]) -> tuple[float, float]:
         wholes = [{kind: {"whole": whole} for kind in policies.CHANGES} for whole in pauses_s]

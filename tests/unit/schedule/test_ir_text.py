@@ -91,30 +91,3 @@ def test_text_is_exact() -> None:
     assert dumps(loads(TEXT)) == TEXT
     assert loads("# a comment\n\n" + TEXT) == loads(TEXT)
     assert str(loads(TEXT)) == TEXT
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "line", "column", "message"),
-    [
-        ("F0.0.0", "F0.0.zero", 10, 13, "is not an operation"),
-        ("SF0.0.0>1.0", "SG0.0.0>1.0", 10, 20, "unknown operation 'SG'"),
-        ("slices: 1", "slices: one", 5, 9, "not a table of integers"),
-        ("slices: 1", "slices: 1 2", 5, 9, "one integer expected"),
-        ("slices: 1", "slices: 0", 5, 9, "slices = 0"),
-        ("route: 0 0 | 0 1", "route: 0 0 | 0 2", 3, 8, r"route\[1\]\[1\] = 2"),
-        ("forward_only: no", "forward_only: maybe", 7, 15, "neither yes nor no"),
-        ("placement: loop", "placement: ring", 6, 12, "placement = 'ring'"),
-        ("slices: 1\n", "", 1, 1, "'slices' is missing"),
-        ("slices: 1\n", "slices: 1\nslices: 1\n", 6, 1, "given twice"),
-        ("slices: 1\n", "slices: 1\nspeed: 3\n", 6, 1, "neither a field nor a device's list"),
-        ("device 1.1", "device 1.0", 12, 1, "device 1.0 has two lists"),
-        ("device 1.1", "device 1.2", 12, 1, "device 1.2 is not in replicas"),
-        ("replicas: 1 2", "replicas: 1 3", 1, 1, "device 1.2 has no list"),
-        ("replicas: 1 2", "replicas: 1 | 2", 4, 11, "one row expected"),
-    ],
-)
-def test_syntax_errors_have_line_and_column(old: str, new: str, line: int, column: int, message: str) -> None:
-    assert old in TEXT
-    with pytest.raises(ScheduleSyntaxError, match=message) as caught:
-        loads(TEXT.replace(old, new, 1))
-    assert (caught.value.line, caught.value.column) == (line, column)
