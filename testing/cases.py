@@ -9,7 +9,10 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from testing.families import ALL_FAMILIES, FAMILIES, MODELS, has_latent_attention, hybrid_pattern, small_flags
@@ -19,6 +22,7 @@ from testing.runner import Device, words
 
 
 Row = dict[str, Any]
+ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))
 
 
 def row_of(text: str, **more: Any) -> Row:
