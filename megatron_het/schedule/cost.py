@@ -64,8 +64,8 @@ class Costs:
     """Everything the simulator needs besides the program.  Only the first two are required."""
 
     # ``[device][chunk]`` forward of one microbatch, without causal attention when ``attention_forward_s`` is given.
-    # Embedding and output layer belong to the first and last chunk (:meth:`of` adds them), unless the program has
-    # EMBED_* and VOCAB_* operations.
+    # Embedding and output layer belong to the first and last chunk, unless the program has EMBED_* and VOCAB_*
+    # operations.
     forward_s: PerChunk
     backward_s: PerChunk
     attention_forward_s: PerChunk = ()  # ``[device][chunk]`` causal attention of one microbatch
@@ -155,44 +155,21 @@ class Costs:
         layer_backward_s: Sequence[float],
         attention_forward_s: Sequence[float] = (),
         attention_backward_s: Sequence[float] = (),
-        embedding_forward_s: float = 0.0,
-        embedding_backward_s: float = 0.0,
-        head_forward_s: float = 0.0,
-        head_backward_s: float = 0.0,
-        head_speeds: Sequence[float] = (),
         **others: object,
     ) -> "Costs":
-        """From the time of one layer on each device.
+        """Every chunk costs its layers, without embedding and head.
 
         Args:
             shape: gives the layers per device and chunk.
             layer_forward_s: per device, one transformer layer and microbatch (without attention when that is
                 given apart).
             attention_forward_s: per device, causal attention of one layer.
-            embedding_forward_s, embedding_backward_s: added to the first chunk of the model.
-            head_forward_s, head_backward_s: added to the last chunk of the model.
-            head_speeds: per device, divides embedding and head times (1 by default).
             **others: further attributes of :class:`Costs`.
         """
-        speeds = list(head_speeds) or [1.0] * len(shape.devices)
-
-        def table(per_layer: Sequence[float], first: float = 0.0, last: float = 0.0) -> PerChunk:
-            rows = []
-            for d, device in enumerate(shape.devices):
-                row = [per_layer[d] * n for n in shape.layers[device.stage]]
-                for place, extra in ((shape.path[0], first), (shape.path[-1], last)):
-                    if place[0] == device.stage:
-                        row[place[1]] += extra / speeds[d]
-                rows.append(tuple(row))
-            return tuple(rows)
-
-        return cls(
-            forward_s=table(layer_forward_s, embedding_forward_s, head_forward_s),
-            backward_s=table(layer_backward_s, embedding_backward_s, head_backward_s),
-            attention_forward_s=table(attention_forward_s) if attention_forward_s else (),
-            attention_backward_s=table(attention_backward_s) if attention_backward_s else (),
-            **others,  # type: ignore[arg-type]
-        )
+        layers = [shape.layers[device.stage] for device in shape.devices]
+        times = layer_forward_s, layer_backward_s, attention_forward_s, attention_backward_s
+        tables = (tuple(tuple(s * n for n in mine) for s, mine in zip(each_s, layers)) for each_s in times)
+        return cls(*tables, **others)  # type: ignore[arg-type]
 
     @classmethod
     def uniform(cls, shape: Shape, *, forward_s: float = 1.0, backward_s: float = 2.0, **others: object) -> "Costs":

@@ -267,27 +267,12 @@ def rebalance(loads: Mapping[int, int], floors: Mapping[int, int]) -> list[tuple
     return moves
 
 
-def pair_up(loads: Mapping[int, int], floors: Mapping[int, int], units: int) -> list[tuple[int, int, int]]:
-    """(giver, taker, units) in the paper's way: the heaviest gives half the difference to the lightest, in whole
-    slices, the second heaviest to the second lightest, and so on."""
-    order = sorted(loads, key=lambda d: (-loads[d], d))
-    half = len(order) // 2
-    moves = []
-    for giver, taker in zip(order[:half], reversed(order[len(order) - half :])):
-        amount = min((loads[giver] - loads[taker]) // (2 * units) * units, loads[giver] - floors[giver])
-        if amount > 0:
-            moves.append((giver, taker, amount))
-    return moves
-
-
 def plan_exchange(
     program: Program,
     *,
     units: int = 2,
     helping: bool = False,
     keep: bool = False,
-    diagonal: bool = False,
-    pairs: bool = False,
     costs: PassCosts | None = None,
     parts: Parts = (),
 ) -> ExchangePlan:
@@ -299,18 +284,13 @@ def plan_exchange(
         helping: devices without a pass of their own in a slot attend for others.
         keep: keys and values stay at the helper until their microbatch's backward is done; later passes
             send only what is new.  Costs memory there, saves most of the traffic.
-        pairs: one-to-one and in whole slices, as in the paper, for comparison.
-        diagonal: a slice's own keys and values may be given away too (the helper then needs a mask).
         costs: times of passes, to make slots as short as possible; without them units are made equal.
         parts: the attention of slices, by microbatch and slice; empty if each sees all tokens before it.
 
     Raises:
-        ValueError: microbatches that change between replicas, units below 1, passes that are not aligned, or costs
-            or parts together with ``pairs`` or ``diagonal``.
+        ValueError: microbatches that change between replicas, units below 1, or passes that are not aligned.
     """
     require("exchange", units >= 1, f"units = {units}: must be at least 1")
-    require("exchange", costs is None or not (pairs or diagonal), "costs are not for pairs or own keys")
-    require("exchange", not parts or not (pairs or diagonal), "parts are not for pairs or own keys")
     kept: dict[tuple[int, int, int, int], set[int]] = {}
     slots = []
     for index, backward, passes in aligned_slots(program):
@@ -319,7 +299,7 @@ def plan_exchange(
         if parts:
             offers = _limited_offers(program, passes, busy, units, costs, parts)
         else:
-            offers = _offers(program, passes, busy, units, costs, diagonal=diagonal, pairs=pairs)
+            offers = _offers(program, passes, busy, units, costs)
         moves: list[Move] = []
         given: dict[int, int] = {}
         after = dict(offers.loads)
@@ -369,24 +349,15 @@ class _Offers:
 
 
 def _offers(
-    program: Program,
-    passes: Mapping[int, Op],
-    busy: Sequence[int],
-    units: int,
-    costs: PassCosts | None,
-    *,
-    diagonal: bool,
-    pairs: bool,
+    program: Program, passes: Mapping[int, Op], busy: Sequence[int], units: int, costs: PassCosts | None
 ) -> _Offers:
     """The offers of a slot if every slice sees all tokens before it."""
     loads = {d: (passes[d].slice + 1) * units if d in passes else 0 for d in busy}
-    floors = {d: 0 if diagonal or d not in passes else units for d in loads}
-    if costs is not None:
-        times = costs.times(program.shape, passes, exchanged_layers(program.shape.attention_layers), units)
-        agreed = level({d: loads[d] - floors[d] for d in loads}, times)
-    else:
-        agreed = pair_up(loads, floors, units) if pairs else rebalance(loads, floors)
-    return _Offers(dict(loads), agreed)
+    floors = {d: units if d in passes else 0 for d in loads}  # a slice's own keys need a mask, and stay
+    if costs is None:
+        return _Offers(dict(loads), rebalance(loads, floors))
+    times = costs.times(program.shape, passes, exchanged_layers(program.shape.attention_layers), units)
+    return _Offers(dict(loads), level({d: loads[d] - floors[d] for d in loads}, times))
 
 
 def _limited_offers(

@@ -154,17 +154,11 @@ def test_exchange_volume(p: int, n: int, busiest: int, paper: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "n", "none", "pairs", "whole", "half", "helping"),
-    [
-        (4, 8, None, None, 0.201, 0.094, 0.007),
-        (8, 16, 0.669, 0.234, 0.167, 0.109, 0.006),
-        (8, 32, 0.385, 0.136, 0.085, 0.055, 0.001),
-    ],
+    ("p", "n", "none", "whole", "half"),
+    [(4, 8, None, 0.201, 0.094), (8, 16, 0.669, 0.167, 0.109), (8, 32, 0.385, 0.085, 0.055)],
 )
-def test_exchange_bubble(
-    p: int, n: int, none: float | None, pairs: float | None, whole: float, half: float, helping: float
-) -> None:
-    """Attention only, aligned slots, 4 microbatches: no exchange, pairs, many to one, half slices, idle help."""
+def test_exchange_bubble(p: int, n: int, none: float | None, whole: float, half: float) -> None:
+    """Attention only, aligned slots, 4 microbatches: no exchange, many to one, half slices, idle help."""
     program = generate("slimpipe", Shape.uniform(p, 4, slices=n))
 
     def bubble(**options: object) -> float:
@@ -175,10 +169,8 @@ def test_exchange_bubble(
         total = sum(max(s.loads) for s in plan.slots if not s.backward)
         ideal = 4 * n * (n + 1) / 2
         assert (total - ideal) / ideal == pytest.approx(none, abs=6e-4)
-        assert bubble(units=1, pairs=True) == pytest.approx(pairs, abs=6e-4)
     assert bubble(units=1) == pytest.approx(whole, abs=5.1e-4)
     assert bubble(units=2) == pytest.approx(half, abs=5.1e-4)
-    assert bubble(units=2, helping=True, diagonal=True) == pytest.approx(helping, abs=5.1e-4)
     assert bubble(units=2, helping=True) < (p - 1) / (n * 4)
 
 

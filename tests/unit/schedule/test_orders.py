@@ -323,5 +323,3 @@ def test_figures_have_to_fit() -> None:
     assert PassCosts.of(shape, [1, 2], [3, 4, 5, 6]).rest == ((3, 4), (5, 6))
     with pytest.raises(ValueError, match="2 figures of attention and 3 of the rest"):
         PassCosts.of(shape, [1, 2], [3, 4, 5])
-    with pytest.raises(ValueError, match="costs are not for pairs"):
-        plan_exchange(generate("slimpipe", shape), pairs=True, costs=PassCosts.of(shape, [1, 2], [3, 4, 5, 6]))

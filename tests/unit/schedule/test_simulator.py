@@ -238,13 +238,13 @@ def test_costs_from_layers() -> None:
         shape,
         layer_forward_s=(1.0, 2.0),
         layer_backward_s=(2.0, 4.0),
-        embedding_forward_s=0.5,
-        head_forward_s=3.0,
-        head_backward_s=6.0,
-        head_speeds=(1.0, 0.5),
+        attention_forward_s=(0.5, 0.25),
+        weight_share=0.25,
     )
-    assert costs.forward_s == ((2.5, 1.0), (2.0, 12.0))
-    assert costs.backward_s == ((4.0, 2.0), (4.0, 24.0))
+    assert costs.forward_s == ((2.0, 1.0), (2.0, 6.0))
+    assert costs.backward_s == ((4.0, 2.0), (4.0, 12.0))
+    assert costs.attention_forward_s == ((1.0, 0.5), (0.25, 0.75)) and costs.attention_backward_s == ()
+    assert costs.weight_share == 0.25
 
 
 def test_garbage_collection_is_left_as_it_was() -> None:
