@@ -211,7 +211,7 @@ def test_bad_input_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_every_room_of_a_feature_is_in_the_table() -> None:
     folders = {p.parent.name for p in (ROOT / "megatron_het/features").glob("*/spec.py")}
     rooms = {feature.room.rpartition(".")[2] for feature in FEATURES.values()}
-    assert rooms == folders, "benchmarks/structure_features.py must follow when a feature moves"
+    assert rooms == folders, "benchmarks/structure.yaml must follow when a feature moves"
     names = {m.name for m in read_tree(ROOT, ("megatron_het",))}
     lost = [name for feature in FEATURES.values() for name in feature.elsewhere if name not in names]
     assert not lost
