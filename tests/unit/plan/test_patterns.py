@@ -17,7 +17,7 @@ from megatron_het.plan.run_config import plan_from_flags
 from megatron_het.plan.schema import problem_of
 from tests.unit.plan.feature_checks import refusal
 from tests.unit.plan.megatron_flags import flags
-from tests.unit.plan.test_refusals import Arguments, arguments, in_slices, more_stages, of_different_sizes
+from tests.unit.plan.test_refusals import Arguments, arguments, more_stages, two_replicas
 
 _BASE = "--num-attention-heads 8 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
 
@@ -230,11 +230,6 @@ def test_equal_work_counts_the_layers_between_attention() -> None:
 # What a plan decides about experts by its replicas: EP sizes, and balancing over the whole batch.
 
 
-def two_replicas() -> Plan:
-    stage = Stage((4,), (Replica((0,), (0, 1, 2, 3)), Replica((1,), (4, 5, 6, 7))))
-    return replace(more_stages(1), stages=(stage,))
-
-
 def spanning(*counts: int, ep: int, **more: Any) -> Plan:
     """One stage of replicas of one rank with these numbers of microbatches."""
     first = [sum(counts[:q]) for q in range(len(counts))]
@@ -300,41 +295,3 @@ def test_replicas_of_another_cut_do_not_share_experts() -> None:
     mixed = (*plan.stages[0].replicas[:2], replace(plan.stages[0].replicas[2], ep=1))
     with pytest.raises(PlanError, match="replicas of stage 0 cut weights in other ways too"):
         check_plan(replace(plan, stages=(replace(plan.stages[0], replicas=mixed),)))
-
-
-def cut_experts(tp: int, ep: int) -> Plan:
-    return more_stages(2, tp=tp, ep=ep, sequence_parallel=True)
-
-
-WHOLE_BATCH: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}
-
-
-@pytest.mark.parametrize(
-    ("plan", "changed", "reason"),
-    [
-        (cut_experts(2, 2), {"num_experts": 2}, None),
-        (cut_experts(2, 2), {"num_experts": 3}, r"replicas\[0\].ep = 2.*divide the 3 experts"),
-        (cut_experts(2, 2), {}, r"replicas\[0\].ep = 2.*model has no experts"),
-        (cut_experts(2, 1), {}, None),
-        (cut_experts(4, 2), {"num_experts": 2, "expert_tensor_parallel_size": 2}, None),
-        (
-            cut_experts(4, 2),
-            {"num_experts": 2, "expert_tensor_parallel_size": 4},
-            "--expert-tensor-parallel-size = 4.*TP 4 with EP 2, so 2 ranks",
-        ),
-        # balancing over the batch wants one order of passes, that of one process
-        (more_stages(2), WHOLE_BATCH, None),
-        (cut_experts(2, 1), WHOLE_BATCH | {"recompute_granularity": "selective"}, None),
-        (two_replicas(), WHOLE_BATCH, "global_aux_loss.*these may have different numbers of passes"),
-        (more_stages(2, recompute="full"), WHOLE_BATCH, None),
-        (in_slices(), WHOLE_BATCH | {"moe_aux_loss_coeff": [0.0, 0.1]}, None),
-        (
-            of_different_sizes(),
-            WHOLE_BATCH | {"moe_aux_loss_coeff": [0.0, 0.1]},
-            "global_aux_loss.*product of two sums.*sequences",
-        ),
-    ],
-)
-def test_sizes_and_balancing(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
-    with refusal(reason):
-        Experts().check_any_arguments(plan, arguments(**changed))

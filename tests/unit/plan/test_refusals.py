@@ -20,7 +20,7 @@ from megatron_het.features import FEATURES
 from megatron_het.features.experts.spec import Experts
 from megatron_het.plan import Placement, Plan, PlanError, Replica, ScheduleSpec, Stage, save_plan
 from megatron_het.plan.run_config import HetConfig, check_batch_schedule, check_turns, plan_from_flags
-from tests.unit.plan.feature_checks import refusal
+from tests.unit.plan.feature_checks import refusal, refused
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags("--num-layers 4 --num-attention-heads 8 --pipeline-model-parallel-size 2")
@@ -59,62 +59,7 @@ def test_accepted() -> None:
     check_arguments(made(), arguments(recompute_modules=["core_attn", "mlp"], decoder_seq_length=64), 2)
 
 
-SINKHORN: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": "sinkhorn"}
-TWO_LOSSES: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
-KINDS_OF_LAYERS = {"heterogeneous_layers_config_path": "f"}
-SAVING = {"save": "folder", "ckpt_format": "torch_dist"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2"),
-        ({"context_parallel_size": 2}, "--context-parallel-size = 2"),
-        ({"tensor_model_parallel_size": 4}, "--tensor-model-parallel-size = 4"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 = True"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp = True"),
-        ({"fp4": "e2m1"}, "--fp4 = 'e2m1'"),
-        ({"bf16": True}, "--bf16 = True"),
-        ({"decoder_first_pipeline_num_layers": 1}, "--decoder-first-pipeline-num-layers = 1"),
-        ({"calculate_per_token_loss": False}, "--calculate-per-token-loss = False"),
-        ({"eval_global_batch_size": 3, "eval_iters": 2}, "--eval-global-batch-size = 3: 2 times.*batches of 8"),
-        ({"eval_global_batch_size": 16, "sft": True}, "--eval-global-batch-size = 16: with --sft"),
-        ({"gpu_sniff_test_interval": 2}, "--gpu-sniff-test-interval.*use het-doctor"),
-        ({"full_validation": True}, "--full-validation.*Megatron's own evaluation fails"),
-        ({"train_iters": 4}, "--eval-interval = None: Megatron divides by it"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel.*the plan's own context parallelism"),
-        ({"hierarchical_context_parallel_sizes": [1, 2]}, "--hierarchical-context-parallel-sizes.*the plan's own"),
-        ({"logits_save_dir": "x"}, "--logits-save-dir = 'x'.*numbers microbatches by data-parallel rank"),
-        ({"logits_load_dir": "x"}, "--logits-load-dir = 'x'.*numbers microbatches by data-parallel rank"),
-        ({"dist_ckpt_strictness": "return_all"}, "--dist-ckpt-strictness = 'return_all'.*no list of keys"),
-        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format = .torch.*names files by ranks"),
-        ({"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size.*Megatron ignores it.*--step-batch-size-schedule"),
-        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute.*output layer would get no"),
-        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute.*nothing makes the gradients"),
-        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading.*when an iteration ends"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "-gather-with-optimizer-step.*--ckpt-format torch only"),
-        ({"overlap_param_gather": True}, "--overlap-param-gather.*with training.distributed_optimizer"),
-        ({"enable_cuda_graph": True}, "--enable-cuda-graph.*old name of --cuda-graph-impl"),
-        ({"external_cuda_graph": True}, "--external-cuda-graph.*old name"),
-        ({"decoder_seq_length": 32}, "--decoder-seq-length = 32.*length of --seq-length = 64"),
-        ({"num_experts": 2, "expert_model_parallel_size": 2}, "--expert-model-parallel-size = 2.*the plan says"),
-        ({"num_experts": 2, "moe_router_load_balancing_type": "quantile_balancing"}, "mean of replicas"),
-        ({"num_experts": 2, "moe_router_load_balancing_type": ["new"]}, "'new'.*not known"),
-        (TWO_LOSSES | {"moe_aux_loss_coeff": [0.1]}, "--moe-aux-loss-coeff = '0.1'.*1 coefficients for 2 losses"),
-        ({"num_experts": 2, "expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-sh"),
-        ({"tensor_parallel_num_weight_shards": 2}, "--tensor-parallel-num-weight-shards = 2.*makes groups"),
-        ({"ddp_average_in_collective": True}, "--ddp-average-in-collective.*divided once"),
-        ({"num_experts": 2, "moe_mlp_glu_interleave_size": 32}, "gated MLPs as halves"),
-        ({"num_experts": 2, "moe_shared_expert_glu_interleave_size": 32}, "gated MLPs as halves"),
-        ({"microbatch_group_size_per_vp_stage": 4}, "-per-virtual-pipeline-stage = 4.*in which order passes"),
-        ({"distributed_timeout_seconds_after_init": 9}, "-timeout-seconds-after-init = 9.*makes its groups"),
-        ({"init_model_with_meta_device": True}, "--init-model-with-meta-device.*only FSDP fills the weights"),
-        ({"use_grouped_gemm_for_dense_mlp": True}, "--use-grouped-gemm-for-dense-mlp.*with TP are not"),
-        ({"num_experts": 2, "moe_use_upcycling": True}, "--moe-use-upcycling.*convert it before"),
-        ({"num_experts": 2, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size = 2.*has TP 1"),
-        (SAVING | {"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type = 'local'.*Use global"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "reason"), refused("any_plan"))
 def test_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         check_arguments(made(), arguments(**changed), 2)
@@ -151,27 +96,10 @@ def test_unknown_flags_and_values_are_refused(capsys: pytest.CaptureFixture[str]
         assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
 
 
-OF_ALL: dict[str, Any] = {"num_experts": 2, "moe_router_load_balancing_type": ["global_aux_loss"]}
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", "transformer_impl": "transformer_engine"}
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl = 'full_iteration'.*posts transfers"),
-        ({"cuda_graph_modules": ["full_iteration"]}, "--cuda-graph-impl.*posts transfers"),
-        ({"transformer_impl": "local"}, "captures its own layers.*--cuda-graph-impl local"),
-        ({"recompute_granularity": "full"}, "--cuda-graph-impl.*full recomputation"),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*whole layers"),
-        ({"reset_attention_mask": True}, "--reset-attention-mask.*different in every iteration"),
-        ({"position_embedding_type": "yarn"}, "--position-embedding-type = 'yarn'.*Megatron captures"),
-        ({"num_experts": 2}, "number of tokens of every expert.*attn moe_router"),
-        ({"cuda_graph_modules": ["attn"]}, "--cuda-graph-modules = 'attn'.*failed on a GPU.*HET_TRY_GRAPHS=1"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl = 'local'.*outputs were views.*HET_TRY_GRAPHS=1"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce = True.*illegal access to memory.*HET_TRY_GRAPHS=1"),
-        (OF_ALL | {"cuda_graph_modules": ["moe_router"]}, "--cuda-graph-modules = 'moe_router'.*balancing losses"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "reason"), refused("graphs_of_layers"))
 def test_graphs_of_layers_refused(changed: dict[str, Any], reason: str) -> None:
     check_arguments(made(), arguments(**GRAPHS), 2)
     with pytest.raises(PlanError, match=reason):
@@ -193,19 +121,7 @@ def with_batch(size: int) -> Plan:
     return replace(made(), training=replace(made().training, global_batch_size=size))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "changed", "reason"),
-    [
-        ((8,), {}, None),
-        ((4, 8), {"step_batch_size_schedule": "0:4 1K:8", "train_samples": 100}, None),
-        ((8,), {"step_batch_size_schedule": "0:4 9:8", "train_samples": 9}, "batch size of 4; there are plans for 8"),
-        ((4, 8), {"step_batch_size_schedule": "0:4 9:x", "train_samples": 9}, "batch size of x"),
-        ((4, 8), {"step_batch_size_schedule": "0:4 9:8"}, "--train-samples.*learning rates by samples"),
-        ((4, 8), {"step_batch_size_schedule": "0:4 9:8", "use_precision_aware_optimizer": True}, "cannot move them"),
-        ((4, 8), {"step_batch_size_schedule": "0:4 9:8", "fp8_param_gather": True}, "-param-gather.*cannot move them"),
-        ((4, 8), {}, "2 plans.*take turns.*Give --step-batch-size-schedule"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "changed", "reason"), refused("turns"))
 def test_plans_take_turns_by_the_schedule(sizes: tuple[int, ...], changed: dict[str, Any], reason: str | None) -> None:
     plans = [with_batch(size) for size in sizes]
     with refusal(reason):
@@ -318,20 +234,26 @@ def of_mixed_tp() -> Plan:
     return replace(more_stages(2), stages=(first, mixed))
 
 
-BALANCED = {"num_experts": 2, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
-
-REPEATED = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-CHUNKED = {"mlp_chunks_for_training": 2}
-DETACHED = {"mtp_num_layers": 1, "mtp_detach_heads": True, "untie_embeddings_and_output_weights": True}
-WIDE = more_stages(2, tp=2, sequence_parallel=True)
 SELECTIVE = {"recompute_granularity": "selective"}
 THRIFTY = replace(more_stages(4), schedule=ScheduleSpec("1f1b", {"thrifty_layers": True}))
-CLAMPED = {"swiglu": True, "activation_func_clamp_value": 7.0}
 SPLIT = replace(made(), schedule=ScheduleSpec("1f1b", {"vocabulary": True}))
-FUSED = {"cross_entropy_loss_fusion": True, "make_vocab_size_divisible_by": 128}
 ALIKE = ("qk_clip", "experimental_attention_variant", "save_wgrads_interval", "save_tokens_per_expert_interval")
 """What replicas of different TP would train in different ways."""
 LATER = replace(made(), model=replace(made().model, mtp_num_layers=1, tied_embeddings=False))
+
+
+def two_replicas() -> Plan:
+    stage = Stage((4,), (Replica((0,), (0, 1, 2, 3)), Replica((1,), (4, 5, 6, 7))))
+    return replace(more_stages(1), stages=(stage,))
+
+
+def plan_of(given: str | dict[str, Any]) -> Plan:
+    """The plan of a row of the refused flags: a name, or what :func:`more_stages` is given."""
+    if isinstance(given, dict):
+        return more_stages(**given)
+    named = {"made": made(), "later": LATER, "thrifty": THRIFTY, "split": SPLIT, "mixed": of_mixed_tp()}
+    named |= {"slices": in_slices(), "sharing": sharing_sequences(), "sizes": of_different_sizes()}
+    return (named | {"replicas": two_replicas()})[given]
 
 
 def in_slices() -> Plan:
@@ -347,79 +269,30 @@ def sharing_sequences() -> Plan:
     return replace(more_stages(2), stages=stages)
 
 
-@pytest.mark.parametrize(
-    ("plan", "changed", "reason"),
-    [
-        (more_stages(2), BALANCED, None),
-        (in_slices(), BALANCED, None),
-        (sharing_sequences(), BALANCED, None),
-        (in_slices(), {**BALANCED, "moe_aux_loss_coeff": 0.0}, None),
-        (of_different_sizes(), BALANCED, r"aux_loss.*product of two sums.*\[1, 3\] sequences"),
-        (of_different_sizes(), {**BALANCED, "moe_router_load_balancing_type": "seq_aux_loss"}, None),
-        (more_stages(2), {**BALANCED, **REPEATED}, None),
-        (in_slices(), {**BALANCED, **REPEATED}, "--mtp-use-repeated-layer.*2 times .* one slice of it"),
-        (in_slices(), {**BALANCED, **REPEATED, "moe_aux_loss_coeff": 0.0}, None),
-        (more_stages(2), {**BALANCED, **CHUNKED}, None),
-        (in_slices(), {**BALANCED, **CHUNKED}, "--mlp-chunks-for-training = 2.*one slice of it"),
-        (WIDE, {**BALANCED, **CHUNKED}, "-for-training = 2.*a TP rank has a part"),
-        (in_slices(), SINKHORN, "'sinkhorn'.*whole sequence.*slice"),
-        (of_different_sizes(), SINKHORN, "'sinkhorn'.*whole microbatch.*sequences"),
-        (WIDE, SINKHORN | CHUNKED, "--mlp-chunks.*a TP rank has a part"),
-        (in_slices(), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor.*slice"),
-        (more_stages(2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, None),
-        (more_stages(2, tp=2), {"num_experts": 2, "moe_expert_capacity_factor": 1.0}, "TP 2.*tokens of one TP rank"),
-        (WIDE, {"num_experts": 2, "add_bias_linear": True}, "--disable-bias-linear.*TP 2.*each TP rank"),
-        (more_stages(2), {"num_experts": 2, "add_bias_linear": True}, None),
-        (more_stages(2, tp=2), {"num_experts": 2}, "sequence_parallel.*Add --sequence-parallel"),
-        (WIDE, {"num_experts": 2}, None),
-        (more_stages(2, tp=2), {}, None),
-    ],
-)
-def test_experts(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
+@pytest.mark.parametrize(("plan", "changed", "reason"), refused("experts"))
+def test_experts(plan: Any, changed: dict[str, Any], reason: str | None) -> None:
     """What is refused with layers of experts; dense models are not asked."""
     given = arguments(**changed)
     with refusal(reason):
-        Experts().check_any_arguments(plan, given)
+        Experts().check_any_arguments(plan_of(plan), given)
 
 
 @pytest.mark.parametrize(
     ("plan", "changed", "reason"),
     [
-        (more_stages(4), {"reset_position_ids": True}, None),
-        (more_stages(2, chunks=2), {"iterations_to_skip": [3, 4]}, r"--iterations-to-skip = \[3, 4\].*2 chunks"),
-        (more_stages(2, chunks=2), KINDS_OF_LAYERS, "--heterogeneous-layers-config-path = 'f': .*2 chunks per stage"),
-        (more_stages(4), KINDS_OF_LAYERS, None),
-        (more_stages(4), {"iterations_to_skip": [3, 4]}, None),
-        (more_stages(2, distributed_optimizer=True), {"optimizer": "sgd"}, "--optimizer = 'sgd'.*shards"),
-        (LATER, {**DETACHED, "overlap_grad_reduce": True}, "--mtp-detach-heads = True.*gets no gradient"),
-        (more_stages(2), {"optimizer": "sgd"}, None),
-        (THRIFTY, CLAMPED, "--activation-func-clamp-value = 7.0: cannot be used with thrifty layers.*fused one"),
-        (THRIFTY, CLAMPED | {"bias_swiglu_fusion": True}, None),
-        (THRIFTY, {"swiglu": True, "glu_linear_offset": 1.0}, "--glu-linear-offset = 1.0.*fused one"),
-        (THRIFTY, {"glu_linear_offset": 1.0}, None),
-        (more_stages(2, recompute="mlp"), {}, None),
-        (more_stages(2, recompute="mlp"), {**SELECTIVE, "recompute_modules": ["mlp"]}, None),
-        (more_stages(2, recompute="selective"), {**SELECTIVE, "recompute_modules": ["mlp"]}, None),
-        (more_stages(2, recompute="mlp"), SELECTIVE, "--recompute-modules = None.*the plan was made for 'mlp'"),
-        (more_stages(2, recompute="mlp"), {"recompute_modules": ["layernorm"]}, "--recompute-modules.*for 'mlp'"),
-        (more_stages(2, recompute="mlp"), {"recompute_granularity": "full"}, "--recompute-granularity.*for 'mlp'"),
-        (more_stages(2, recompute="moe_act"), {}, "--recompute-modules = 'moe_act'.*Give --moe-grouped-gemm"),
-        # without TP sequence parallelism is left out, as stock Megatron does
-        (more_stages(2), {"sequence_parallel": True}, None),
-        (more_stages(2, tp=2), {"sequence_parallel": True}, "--sequence-parallel = True: the plan was made without it"),
-        (SPLIT, FUSED | {"cross_entropy_fusion_impl": "native"}, None),
-        (SPLIT, FUSED | {"cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl = 'te'.*whole logits"),
-        *((made(), {flag: "given"}, None) for flag in ALIKE),
+        *refused("of_the_plan"),
+        *(("made", {flag: "given"}, None) for flag in ALIKE),
         *(
-            (of_mixed_tp(), {flag: "given"}, f"--{flag.replace('_', '-')} = 'given'.*TP or EP, as stage 1 has")
+            ("mixed", {flag: "given"}, f"--{flag.replace('_', '-')} = 'given'.*TP or EP, as stage 1 has")
             for flag in ALIKE
         ),
     ],
 )
-def test_flags_that_depend_on_the_plan(plan: Plan, changed: dict[str, Any], reason: str | None) -> None:
-    given = arguments(**changed, pipeline_model_parallel_size=len(plan.stages))
+def test_flags_that_depend_on_the_plan(plan: Any, changed: dict[str, Any], reason: str | None) -> None:
+    made_for = plan_of(plan)
+    given = arguments(**changed, pipeline_model_parallel_size=len(made_for.stages))
     with refusal(reason):
-        check_arguments(plan, given, plan.world_size)
+        check_arguments(made_for, given, made_for.world_size)
 
 
 def test_parts_that_the_plan_does_not_reckon_with_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from megatron_het.features.context_exchange.spec import ExchangeOptions
 from megatron_het.features.documents.spec import Documents
 from megatron_het.plan import Cut, Location, Placement, Plan, PlanError, ScheduleSpec, check_plan
 from megatron_het.plan.run_config import plan_from_flags
-from tests.unit.plan.feature_checks import check_feature, refusal
+from tests.unit.plan.feature_checks import check_feature, refusal, refused
 from tests.unit.plan.megatron_flags import flags
 
 FLAGS = flags(
@@ -48,28 +48,7 @@ def test_accepted(schedule: str) -> None:
     check_cut(plan(PP4, slices=None, schedule="1f1b"), arguments(attention_dropout=0.1))
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"reset_attention_mask": True}, None),
-        ({"dataloader_inter_document_masking": True, "window_size": (8, 0)}, None),
-        ({"reset_position_ids": True, "attention_dropout": 0.1, "position_embedding_type": "mrope"}, None),
-        (
-            {"reset_attention_mask": True, "attention_dropout": 0.1},
-            "--attention-dropout.*with --reset-attention-mask: dropout inside attention",
-        ),
-        (
-            {"reset_attention_mask": True, "window_size": (8, 0)},
-            "--reset-attention-mask.*forgets documents.*--dataloader-inter-document-masking",
-        ),
-        ({"reset_attention_mask": True, "position_embedding_type": "mrope"}, "positions of slices"),
-        ({"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}, "makes no mask"),
-        (
-            {"dataloader_inter_document_masking": True, "iterations_to_skip": [3]},
-            "--dataloader-inter-document-masking.*skip iterations",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "reason"), refused("documents_without_slices"))
 def test_documents_without_slices(changed: dict[str, Any], reason: str | None) -> None:
     made = plan(PP4, slices=None, schedule="1f1b")
     with refusal(reason):

@@ -17,7 +17,7 @@ from megatron_het.plan import PlanError, ScheduleSpec
 from megatron_het.schedule.ir import Kind
 from testing.groups import Group
 from testing.zorse_cases import with_shares
-from tests.unit.plan.feature_checks import check_feature
+from tests.unit.plan.feature_checks import check_feature, refused
 from tests.unit.runtime.test_ministages import ministage_plan
 
 # -- options -----------------------------------------------------------------------------------
@@ -59,23 +59,7 @@ def test_a_window_takes_the_place_of_megatrons_overlap() -> None:
     assert not given.overlap_grad_reduce and not given.overlap_param_gather
 
 
-@pytest.mark.parametrize(
-    ("options", "more", "what"),
-    [
-        ({}, {"log_params_norm": True}, "--log-params-norm"),
-        ({}, {"qk_clip": True}, "--qk-clip"),
-        ({"update": "at-once"}, {"clip_grad": 1.0}, "norm of all gradients"),
-        ({"update": "at-once"}, {"log_num_zeros_in_grad": True}, "log-num-zeros-in-grad"),
-        ({"update": "at-once"}, {"rerun_mode": "validate_results"}, "Add --rerun-mode disabled"),
-        ({"update": "per-ministage"}, {"rerun_mode": "report_stats"}, "Add --rerun-mode disabled"),
-        (
-            {},
-            {"ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]},
-            "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        ),
-        ({}, {"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32-accumulation"),
-    ],
-)
+@pytest.mark.parametrize(("options", "more", "what"), refused("window"))
 def test_what_a_window_cannot_do_is_refused(options: dict[str, Any], more: dict[str, Any], what: str) -> None:
     plan = ministage_plan(((1, 1), (1, 1)), (1, 1), window=True, **options)
     check_feature("window", plan, arguments())
