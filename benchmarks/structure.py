@@ -21,7 +21,7 @@ key                                   what is counted                           
 ``product_files``                     files of ``megatron_het`` and ``tools/planner``                          <= 260
 ``product_lines``                     their lines                                                           <= 60,000
 ``all_lines``                         lines of all Python files                                            <= 102,000
-``package_lines``                     lines of each package                                               see there
+``package_lines``                     lines of each package                                      ``structure.yaml``
 ``comment_share``                     comment lines in 100 lines of the product                                none
 ``loaded_modules``                    modules of the product that a start loads                                     -
   ``1F1B``                            a start with a plan of 1F1B                                              <= 100
