@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, combinations, islice, pairwise, product
 from math import inf
+from typing import NamedTuple
 
 from megatron_het.schedule.generators.listing import ORDERS
 
@@ -148,8 +149,28 @@ def _changes(candidate: Candidate, may_compute: MayCompute) -> Iterator[Candidat
                 yield candidate.shifted(a, b)
 
 
-Class = tuple[str, bool, tuple[tuple[int, ...], ...], bool]
-"""Schedule, whether the narrowest stage divides all others, the pools of every stage, and a split vocabulary."""
+class Class(NamedTuple):
+    """Finalists whose simulated times are about as far from their closed forms."""
+
+    schedule: str
+    divides: bool  # whether the narrowest stage divides all others
+    pools: tuple[tuple[int, ...], ...]  # of every stage
+    splits_vocabulary: bool
+
+    @property
+    def changes_of_kind(self) -> int:
+        """How often neighbouring stages have different kinds of GPUs."""
+        return sum([a != b for a, b in pairwise(self.pools)])
+
+
+class Waiting(NamedTuple):
+    """A finalist that has not been simulated."""
+
+    candidate: Candidate
+    estimate: Estimate
+    operations: int  # compute operations to simulate
+
+
 COMPILED = 8  # operations of 1F1B, whose loops are compiled, that take the time of one of another schedule
 BUILT = 4  # weight of an operation of a program that is built: it takes longer, but its simulation tells more
 ALIKE = 0.001  # finalists within this share count as equal; the one whose kinds of GPU alternate least comes first
@@ -199,7 +220,7 @@ def finish(
     memo.progress.finishing = True
     try:
         for schedule, is_split in product(SCHEDULES, (False, True)):
-            mine = {name: queue for name, queue in queues.items() if (name[0], name[3]) == (schedule, is_split)}
+            mine = {c: q for c, q in queues.items() if (c.schedule, c.splits_vocabulary) == (schedule, is_split)}
             known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
             for entry in _finalists(memo, outcome, estimator, effort, mine, place, bound=bound, known=known):
                 if is_within(goal, entry):
@@ -253,7 +274,7 @@ def _finalists(
     outcome: SearchResult,
     estimator: Estimator,
     effort: Effort,
-    queues: dict[Class, list[tuple[Candidate, Estimate, int]]],
+    queues: dict[Class, list[Waiting]],
     place: Callable[[Candidate], Candidate],
     *,
     bound: float,
@@ -276,17 +297,16 @@ def _finalists(
     most = 2 * left  # limit for the first one, which is simulated whatever has been spent
     ratios, best = _Ratios(effort.first), bound
     while queues and not (best < inf and memo.progress.spent):
-        hopes = {n: goal.value(queue[0][1]) * ratios.of(n, queue[0][2]) for n, queue in queues.items()}
+        hopes = {c: goal.value(queue[0].estimate) * ratios.of(c, queue[0].operations) for c, queue in queues.items()}
         nearly = min(hopes.values()) * (1 + ALIKE)
-        alike = [n for n, hope in hopes.items() if hope <= nearly]
-        name = min(alike, key=lambda n: (sum([a != b for a, b in pairwise(n[2])]), hopes[n]))
-        candidate, estimate, operations = queues[name].pop(0)
-        if not queues[name]:
-            del queues[name]
+        own = min([c for c in hopes if hopes[c] <= nearly], key=lambda c: (c.changes_of_kind, hopes[c]))
         # A finalist that is worse than the refined plans of other schedules is not worth refining either.
-        if goal.value(estimate) * ratios.of(name, operations) * (1 - margin) > min(best, REFINED * known):
-            queues.pop(name, None)
+        if hopes[own] * (1 - margin) > min(best, REFINED * known):
+            del queues[own]
             continue
+        candidate, estimate, operations = queues[own].pop(0)
+        if not queues[own]:
+            del queues[own]
         is_allowed = _taken(candidate, operations, 1) <= (left if ratios.met else most)
         least = least_s(memo.estimator, candidate, estimate) / estimate.iteration_s * goal.value(estimate)
         if least > known or (min(best, known) < inf and not is_allowed):
@@ -300,7 +320,7 @@ def _finalists(
         entry = _simulated(estimator, goal, *placed, to_beat, tries) if tries else Found(*placed, confirmed=True)
         left -= _taken(placed[0], operations, tries)
         if entry is not None:
-            ratios.add(name, entry.iteration_s / entry.estimate.iteration_s)
+            ratios.add(own, entry.iteration_s / entry.estimate.iteration_s)
             if is_within(goal, entry):
                 best = min(best, entry.value(goal))
             yield entry
@@ -409,34 +429,33 @@ class _Ratios:
         self.met = 0
         self.lowest: dict[Class, float] = {}
 
-    def of(self, name: Class, operations: int) -> float:
+    def of(self, own: Class, operations: int) -> float:
         """The ratio of simulation to closed form to expect at best.
 
         Args:
             operations: Size of the finalist; large ones get no optimistic ratio.
         """
-        schedule = SCHEDULES[name[0]]
-        if operations > SMALL_OPERATIONS and not (name[1] or schedule.has_slack or schedule.shards_parameters):
-            return self.lowest.get(name, UNEVEN)
+        schedule = SCHEDULES[own.schedule]
+        if operations > SMALL_OPERATIONS and not (own.divides or schedule.has_slack or schedule.shards_parameters):
+            return self.lowest.get(own, UNEVEN)
         if self.met < self.first:
             return HOPEFUL_SHARE
         others = min(self.lowest.values()) if self.met >= MET else 1.0
-        return self.lowest.get(name, UNKNOWN * max(1.0, others))
+        return self.lowest.get(own, UNKNOWN * max(1.0, others))
 
-    def add(self, name: Class, ratio: float) -> None:
+    def add(self, own: Class, ratio: float) -> None:
         """Record the ratio of one simulation."""
         self.met += 1
-        self.lowest[name] = min(self.lowest.get(name, inf), ratio)
+        self.lowest[own] = min(self.lowest.get(own, inf), ratio)
 
 
-def _queues(memo: CandidateCache, count: int) -> dict[Class, list[tuple[Candidate, Estimate, int]]]:
-    """The best candidates of each class, with the number of operations it takes to simulate each."""
-    out: dict[Class, list[tuple[Candidate, Estimate, int]]] = {}
+def _queues(memo: CandidateCache, count: int) -> dict[Class, list[Waiting]]:
+    """The best candidates of each class."""
+    out: dict[Class, list[Waiting]] = {}
     for candidate, estimate in memo.finalists(count):
-        kinds = pools_of(candidate)
-        divided = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
-        entry = candidate, estimate, operations_of(memo.estimator, candidate)
-        out.setdefault((candidate.schedule, divided, kinds, bool(candidate.rows)), []).append(entry)
+        divides = candidate.blocks == min(sum(g.count for g in s.groups) for s in candidate.stages)
+        own = Class(candidate.schedule, divides, pools_of(candidate), bool(candidate.rows))
+        out.setdefault(own, []).append(Waiting(candidate, estimate, operations_of(memo.estimator, candidate)))
     return out
 
 

@@ -183,17 +183,16 @@ class SearchContext:
 
 
 def part_search(
-    context: SearchContext, limits: Limits, bound: float = inf, goal: Goal | None = None, effort: Effort | None = None
+    context: SearchContext, limits: Limits, bound: float = inf, effort: Effort | None = None
 ) -> SearchResult:
     """Search a part of the cluster as a cluster of its own.  Ctrl-C ends it with the best so far.
 
     Args:
         limits: GPUs of each (merged) pool.
         bound: Value of a known plan; worse plans are skipped.
-        goal: A goal with fewer schedules than that of the context.
         effort: Effort of the search; None: as suits the part.
     """
-    merged, goal, progress = context.merged, goal or context.goal, context.progress
+    merged, goal, progress = context.merged, context.goal, context.progress
     gpus = sum(limits)
     effort = effort or context.asked or effort_for(gpus)
     # The closed form of a small plan may be far off, so that nothing is given up for it.
@@ -216,7 +215,7 @@ def part_search(
     except KeyboardInterrupt:
         outcome.interrupted = True
         effort = replace(effort, simulated_operations=1000)  # the user waits after Ctrl-C
-    if bound < inf and goal is context.goal and limits != context.whole:  # what looks slower is not simulated
+    if bound < inf and limits != context.whole:  # what looks slower is not simulated
         effort = replace(effort, first=0)
     place = partial(expand, merged, context.estimator.cluster)
     finish(memo, outcome, context.estimator, goal, effort, place, bound=bound)
