@@ -21,7 +21,7 @@ key                                   what is counted                           
 ``product_files``                     files of ``megatron_het`` and ``tools/planner``                          <= 260
 ``product_lines``                     their lines                                                           <= 60,000
 ``all_lines``                         lines of all Python files                                            <= 102,000
-``package_lines``                     lines of each package                                      ``structure.yaml``
+``package_lines``                     lines of each package                                               ``BUDGET``
 ``comment_share``                     comment lines in 100 lines of the product                                none
 ``loaded_modules``                    modules of the product that a start loads                                     -
   ``1F1B``                            a start with a plan of 1F1B                                              <= 100
@@ -38,7 +38,7 @@ a name *from* the package does.
 product (``megatron_het``, ``tools``, ``examples``; what tests and measures a feature is left out) that imports one of
 them, or that names one of the feature's own identifiers in code or in a string that is not a docstring.  The own
 identifiers are its plan parameters, its flags, its kinds of operations and the entries of the table of kinds that only
-these kinds have (``benchmarks/structure.yaml``).  A word that the feature shares with others (``slice`` as a
+these kinds have (``benchmarks/structure_features.py``).  A word that the feature shares with others (``slice`` as a
 coordinate of every operation, ``vocab_size`` of every model) is not among them.  Plan parameters that are common
 nouns (``window``, ``vocabulary``) count in strings only, where parameters are written: as names of variables they mean
 the window of a model's attention or the number of words.
@@ -63,7 +63,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.structure_features import (
-    ALLOWED,
+    MAX_FILES,
+    MAX_OUTSIDE,
     PRODUCT,
     Finding,
     Module,
@@ -80,20 +81,76 @@ SHORT_MODULE_LINES = 80
 OPENING = re.compile(r"(Of|What|Those|Likewise|The same|As)\b")
 """Words with which no docstring may begin: its first line begins with a verb or a noun."""
 MAX_POSITIONAL = 6
-_LIMITS: dict[str, dict[str, int | list[int]]] = {name: ALLOWED[name] for name in ("targets", "package_lines")}
-
-
-def _limits(at: int) -> dict[str, Any]:
-    """Returns the first or the last numbers of the table of limits."""
-    found = {
-        table: {key: value[at] if isinstance(value, list) else value for key, value in rows.items()}
-        for table, rows in _LIMITS.items()
-    }
-    return found["targets"] | {"package_lines": found["package_lines"]}
-
-
-TARGETS: dict[str, Target] = _limits(0)
-PRESENT: dict[str, Target] = {key: _limits(-1)[key] for key in ("product_lines", "all_lines", "package_lines")}
+BUDGET = {
+    "megatron_het": 920,  # entries, families of models, report
+    "megatron_het/arguments": 1_000,
+    "megatron_het/launch": 100,
+    "megatron_het/plan": 1_500,
+    "megatron_het/schedule": 6_500,
+    "megatron_het/lowering": 800,
+    "megatron_het/runtime": 1_900,
+    "megatron_het/features": 10_100,
+    "megatron_het/attention": 2_300,
+    "megatron_het/distributed": 1_500,
+    "megatron_het/store": 800,
+    "megatron_het/checkpoint": 800,
+    "megatron_het/device": 850,
+    "megatron_het/megatron_patches": 900,
+    "megatron_het/safe_io": 600,
+    "megatron_het/elastic": 3_500,
+    "megatron_het/doctor": 1_700,
+    "megatron_het/dry_run": 2_300,
+    "megatron_het/auto_batch": 1_200,
+    "tools/planner": 16_900,
+    "testing": 6_700,
+    "benchmarks": 6_500,
+    "tests": 28_000,
+    "examples": 1_200,
+}
+TARGETS: dict[str, Target] = {
+    "import_circles": 0,
+    "package_circles": 0,
+    "one_importer_modules": 25,
+    "docstring_openings": 0,
+    "long_functions": 0,
+    "long_files": 0,
+    "type_checking_blocks": 20,
+    "files_for_a_feature": MAX_FILES,
+    "files_outside_of_a_feature": MAX_OUTSIDE,
+    "positional_records": 0,
+    "kinds_compared_as_numbers": 0,
+    "product_files": 260,
+    "product_lines": 60_000,
+    "all_lines": 102_000,
+    "package_lines": BUDGET,
+    "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
+}
+PRESENT: dict[str, Target] = {
+    "product_lines": 71_800,
+    "all_lines": 135_930,
+    "package_lines": BUDGET
+    | {
+        "benchmarks": 14_960,
+        "examples": 2_170,
+        "megatron_het": 1_550,
+        "megatron_het/arguments": 1_000,
+        "megatron_het/attention": 3_560,
+        "megatron_het/auto_batch": 1_260,
+        "megatron_het/checkpoint": 1_360,
+        "megatron_het/device": 1_150,
+        "megatron_het/doctor": 2_550,
+        "megatron_het/elastic": 5_320,
+        "megatron_het/features": 13_280,
+        "megatron_het/lowering": 820,
+        "megatron_het/megatron_patches": 1_260,
+        "megatron_het/plan": 2_000,
+        "megatron_het/runtime": 2_500,
+        "megatron_het/safe_io": 700,
+        "megatron_het/store": 1_135,
+        "tests": 40_700,
+        "tools/planner": 22_995,
+    },
+}
 """The values of figures that miss their targets, which may not grow; lines are rounded up."""
 
 
@@ -322,8 +379,7 @@ def sizes(modules: Sequence[Module]) -> dict[str, Finding]:
         folders = Path(m.path).parent.parts
         depth = 2 if folders[:1] in (("megatron_het",), ("tools",)) else 1
         packages["/".join(folders[:depth])] += m.lines
-    budget = _limits(0)["package_lines"]
-    over = [f"{name} has {n} lines of {budget[name]}" for name, n in packages.items() if n > budget.get(name, n)]
+    over = [f"{name} has {n} lines of {BUDGET[name]}" for name, n in packages.items() if n > BUDGET.get(name, n)]
     comments = sum(m.comments for m in product)
     return {
         "product_files": Finding(len(product), []),

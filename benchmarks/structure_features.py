@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, Flag
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 import megatron_het.features  # noqa: F401  (features add their kinds to the table)
 from megatron_het.schedule.kinds import Columns, Kind
@@ -128,22 +125,75 @@ def dotted(node: ast.AST) -> str | None:
     return None
 
 
-ALLOWED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("structure.yaml").read_text(encoding="utf-8"))
-"""The limits of figures, and the features."""
+MAX_FILES, MAX_OUTSIDE = 12, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """The package and the own identifiers of a feature, as ``structure.yaml`` explains them."""
+    """The package and the own identifiers of a feature."""
 
-    room: str
-    words: str
+    room: str  # its package, as a dotted name
+    words: str  # a pattern of its identifiers in lower case with underscores, ``ExchangePlan`` as ``exchange_plan``
+    # A pattern of plan parameters that are a common noun, which variables have for something else: the ``window`` of a
+    # model's attention or of a measurement, the number of words in a ``vocabulary``.  They count where parameters are
+    # written, in strings.
     parameters: str = ""
+    # who executes its kinds in the table of kinds; the entries of the table's columns that only these kinds have are
+    # identifiers too
     executor: str = ""
-    elsewhere: Sequence[str] = ()
+    elsewhere: tuple[str, ...] = ()  # modules and packages of its own that lie in other rooms
 
 
-FEATURES = {name: Feature(**row) for name, row in ALLOWED["features"].items()}
+FEATURES = {
+    "context exchange": Feature(
+        room="megatron_het.features.context_exchange",
+        words=r"(het_)?context_exchange|exchange_(units|keep|idle|plan|attention|rest)|add_exchange|kv_(send|recv)"
+        r"|attend_(give|help|merge)(_backward)?",
+        executor="context_exchange",
+    ),
+    "split vocabulary": Feature(
+        room="megatron_het.features.vocab_parallel",
+        words=r"(het_)?vocabulary_parallel|splits_vocabulary|vocab_(forward|backward)|embed_(forward|backward)",
+        parameters=r"vocabulary",
+        executor="vocabulary",
+    ),
+    "parameter window": Feature(
+        room="megatron_het.features.window",
+        words=r"(het_|parameter_|het_parameter_)window|(het_)?offload_(parameters|optimizer)|het_update|window_options"
+        r"|param_(prefetch|gather|release|offload)|grad_reduce|optimizer_step",
+        parameters=r"window",
+        executor="window",
+    ),
+    "activation offload": Feature(
+        room="megatron_het.features.activation_offload",
+        words=r"(het_)?offload_activations|activation_offload|act_(offload|fetch)",
+        executor="activation_offload",
+    ),
+    "slices": Feature(
+        room="megatron_het.features.slices", words=r"het_slices|slimpipe|is_sliced|slices_of|slice_keys_per_token"
+    ),
+    "packed documents": Feature(
+        room="megatron_het.features.documents",
+        words=r"document_starts|asked_by|(dataloader_)?inter_document_masking|reset_attention_mask",
+    ),
+    "context parallelism": Feature(
+        room="megatron_het.features.context_parallel", words=r"context_parallel(_size|_ranks)?|cp_size"
+    ),
+    "optimizers": Feature(
+        room="megatron_het.features.optimizers", words=r"(het_)?sharded_lion|lion_(steps|beside_adam)"
+    ),
+    "zero bubble": Feature(
+        room="megatron_het.features.zero_bubble",
+        words=r"zero_bubble|zb_(h1|v)|v_half|backward_(input|weight)",
+        executor="zero_bubble",
+    ),
+    "experts": Feature(room="megatron_het.features.experts", words=r"experts_options|global_aux_loss"),
+    "multi-token prediction": Feature(room="megatron_het.features.mtp", words=r"mtp_(num_layers|loss_scaling_factor)"),
+    "initial weights": Feature(room="megatron_het.features.initial_weights", words=r"initial_weights|het_init"),
+    "thrifty layers": Feature(room="megatron_het.features.thrifty_layers", words=r"(het_)?thrifty_(layers|options)"),
+    "CUDA graphs of layers": Feature(room="megatron_het.features.layer_graphs", words=r"layer_graphs(_options)?"),
+    "watch": Feature(room="megatron_het.features.watch", words=r"het_watch|watch_(options|threshold)"),
+}
 
 
 def files_for_a_feature(
@@ -166,8 +216,7 @@ def files_for_a_feature(
             if hit:
                 places.append(f"  {m.at(hit[0])} {hit[1]}")
         everything[name], outside[name] = len(room) + len(places), len(places)
-        most = ALLOWED["targets"]
-        if everything[name] > most["files_for_a_feature"] or outside[name] > most["files_outside_of_a_feature"]:
+        if everything[name] > MAX_FILES or outside[name] > MAX_OUTSIDE:
             offenders += [f"{name}: {len(room)} files in its room, and", *places]
     return Finding(everything, offenders), Finding(outside, offenders)
 

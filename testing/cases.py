@@ -4,14 +4,12 @@ A case is a plan and a few options.  Its reference is stock Megatron in one proc
 same checkpoint; mathematically equal cases share a reference.
 """
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from testing.families import ALL_FAMILIES, FAMILIES, MODELS, has_latent_attention, hybrid_pattern, small_flags
@@ -21,7 +19,25 @@ from testing.runner import Device, words
 
 
 Row = dict[str, Any]
-ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"))
+
+
+def row_of(text: str, **more: Any) -> Row:
+    """Returns a row of a table of cases.
+
+    Args:
+        text: ``name=value`` or ``name`` for True, with spaces between; values are numbers or words.
+        more: Other values.
+    """
+    given = (word.partition("=") for word in text.split())
+    found = {name: (_number(value) if equals else True) for name, equals, value in given}
+    return found | more
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 Pair = frozenset[tuple[str, Any]]

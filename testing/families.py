@@ -1,14 +1,10 @@
 """Architectures of the small models: the flags that determine parameters and their use."""
 
 import functools
-import itertools
 import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from megatron_het.families import LATENT_SPEC
 from megatron_het.plan import ModelShape
@@ -64,38 +60,161 @@ def with_shape(name: str, shape: ModelShape) -> ModelShape:
     )
 
 
-_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_ALL: dict[str, str] = {name: text for group, own in _DATA.items() if group != "repeated" for name, text in own.items()}
-
-
-def _expanded(text: str) -> tuple[str, ...]:
-    """Returns the words of a text, with the flags in place of the names that they have there."""
-    given = ((_expanded(_ALL[word[1:]]) if word.startswith("@") else (word,)) for word in words(text))
-    return tuple(itertools.chain.from_iterable(given))
-
-
-def _families(*groups: str) -> dict[str, tuple[str, ...]]:
-    return {name: _expanded(text) for group in groups for name, text in _DATA[group].items()}
-
-
-FAMILIES = _families("dense")
-ATTENTION_FAMILIES = _families("attention")
-EXPERT_FAMILIES = _families("experts")
-RECURRENT_FAMILIES = _families("recurrent")
-HYBRID_FAMILIES = _families("hybrid", "recurrent")
+_LLAMA = words("--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": _LLAMA,
+    "gpt": words("--normalization LayerNorm --position-embedding-type learned_absolute"),
+    "qkv-bias": (*_LLAMA, "--add-qkv-bias"),
+    "squared-relu": words(
+        "--normalization LayerNorm --squared-relu --position-embedding-type rope --disable-bias-linear"
+    ),
+    "layernorm-1p": words(
+        "--normalization LayerNorm --apply-layernorm-1p --squared-relu --position-embedding-type rope "
+        "--rotary-percent 0.5 --disable-bias-linear"
+    ),
+    "kv-channels": (*_LLAMA, "--kv-channels", "16"),
+    "output-gate": (*_LLAMA, "--attention-output-gate"),
+    "qk-norm": (*_LLAMA, "--qk-layernorm"),
+    "mup": (*_LLAMA, "--use-mup", "--mup-base-hidden-size", "32"),
+    "softmax-offset": (*_LLAMA, "--softmax-type", "learnable"),
+    "sliding-window": (*_LLAMA, *words("--window-size 8,0 --window-attn-skip-freq 2")),
+}
+# Kinds of attention, by what limits or offsets the softmax.
+ATTENTION_FAMILIES: dict[str, tuple[str, ...]] = {
+    "softmax-offset": FAMILIES["softmax-offset"],
+    "off-by-one": (*_LLAMA, "--softmax-type", "off-by-one"),
+    "sliding-window": FAMILIES["sliding-window"],
+    "mistral": (*_LLAMA, *words("--window-size 12,0")),
+    "gpt-oss": (*_LLAMA, *words("--softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 --add-qkv-bias")),
+}
+_MOE = (*_LLAMA, *words("--num-experts 4 --moe-token-dispatcher-type alltoall"))
+# Layers of experts, by how tokens are routed and the experts balanced; {rest} is the number of layers but the first.
+EXPERT_FAMILIES: dict[str, tuple[str, ...]] = {
+    "mixtral": (
+        *_MOE,
+        *words("--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"),
+    ),
+    "sequence-balance": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 "
+            "--moe-z-loss-coeff 1e-3 --moe-router-pre-softmax"
+        ),
+    ),
+    "deepseek": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 48 "
+            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 "
+            "--moe-layer-freq [0]+[1]*{rest} --moe-z-loss-coeff 1e-3"
+        ),
+    ),
+    "global-balance": (
+        *_MOE,
+        *words("--moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2"),
+    ),
+    "capacity": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 "
+            "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-layer-freq 2"
+        ),
+    ),
+    "qwen3-moe": (
+        *_MOE,
+        *words(
+            "--qk-layernorm --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+            "--moe-router-dtype fp32"
+        ),
+    ),
+}
+# Every token goes to every expert: what a rank holds does not depend on values.
+COUNTED_FAMILIES: dict[str, tuple[str, ...]] = {
+    "every-expert": (
+        *_MOE,
+        *words(
+            "--moe-router-topk 4 --moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 64 "
+            "--moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*{rest}"
+        ),
+    )
+}
+# Tokens after the next one are predicted too.
+LATER_FAMILIES: dict[str, tuple[str, ...]] = {
+    "later-tokens": (*_LLAMA, *words("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3")),
+    "later-tokens-repeated": (
+        *_LLAMA,
+        *words("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --mtp-use-repeated-layer"),
+    ),
+    "later-tokens-experts": (*EXPERT_FAMILIES["deepseek"], *words("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3")),
+}
+_LATENT = words(
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --q-lora-rank 24 --qk-layernorm"
+)
+_HYBRID = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec megatron_het.hybrid_layers local_stack_spec"))
+_RECURRENT = (*_LLAMA, *words("--hybrid-layer-pattern {pattern} --spec testing.recurrent_layers stack_spec"))
+_HYBRID_EXPERTS = words(
+    "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-ffn-hidden-size 48 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+)
+# Hybrid models: one kind of layer for each symbol of a pattern.
+HYBRID_FAMILIES: dict[str, tuple[str, ...]] = {
+    "hybrid": _HYBRID,
+    "hybrid-norms": (*_HYBRID, "--qk-layernorm", "--add-qkv-bias"),
+    "hybrid-experts": (*_HYBRID, *_HYBRID_EXPERTS),
+    "hybrid-latent": (*_HYBRID, *_LATENT),
+    "hybrid-latent-experts": (*_HYBRID, *_LATENT, *_HYBRID_EXPERTS),
+    "hybrid-later": (*_HYBRID, *words("--mtp-loss-scaling-factor 0.3")),
+}
 RECURRENT_HEADS = 2  # what heads share in recurrent layers, of keys or groups; TP divides them
-WIDE = "wide"
-ALL_FAMILIES = _families("wide", "dense", "attention", "experts", "counted", "later", "hybrid", "recurrent")
+# Layers that pass a state along the sequence, on the CPU by plain stand-ins for their kernels.
+RECURRENT_FAMILIES: dict[str, tuple[str, ...]] = {
+    "hybrid-delta": (
+        *_RECURRENT,
+        *words(
+            f"--linear-num-key-heads {RECURRENT_HEADS} --linear-num-value-heads 4 --linear-key-head-dim 8 "
+            "--linear-value-head-dim 8"
+        ),
+    ),
+    "hybrid-mamba": (
+        *_RECURRENT,
+        *words(f"--mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups {RECURRENT_HEADS} --mamba-state-dim 8"),
+    ),
+}
+RECURRENT_FAMILIES["hybrid-mamba-experts"] = (*RECURRENT_FAMILIES["hybrid-mamba"], *_HYBRID_EXPERTS)
+HYBRID_FAMILIES |= RECURRENT_FAMILIES
+_REPEATED = {
+    "hybrid": ("*-", ""),
+    "hybrid-norms": ("*-", ""),
+    "hybrid-experts": ("*E*-", ""),
+    "hybrid-latent": ("+-", ""),
+    "hybrid-latent-experts": ("+E+-", ""),
+    "hybrid-later": ("*-", "/*-"),
+    "hybrid-delta": ("G-*-", ""),
+    "hybrid-mamba": ("M-*-", ""),
+    "hybrid-mamba-experts": ("ME*E", ""),
+}
+"""The layers that a pattern repeats, and those for multi-token prediction."""
 
 
 def has_latent_attention(family: str) -> bool:
     """Whether queries of a hybrid family share no keys in groups, but latents."""
-    return str(_DATA["repeated"].get(family, [""])[0]).startswith("+")
+    return _REPEATED.get(family, ("", ""))[0].startswith("+")
 
 
 def hybrid_pattern(family: str, layers: int) -> str:
     """The pattern of a hybrid family with so many layers; empty for other families."""
     if family not in HYBRID_FAMILIES:
         return ""
-    unit, later = _DATA["repeated"][family]
+    unit, later = _REPEATED[family]
     return (unit * layers)[:layers] + later
+
+
+# Products in fp8 want multiples of 16 in every dimension, in blocks of 128, of a slice and on a TP rank too.
+WIDE = "wide"
+_WIDE = {
+    WIDE: (*_LLAMA, *words("--hidden-size 256 --ffn-hidden-size 512 --seq-length 512 --max-position-embeddings 512"))
+}
+ALL_FAMILIES = (
+    _WIDE | FAMILIES | ATTENTION_FAMILIES | EXPERT_FAMILIES | COUNTED_FAMILIES | LATER_FAMILIES | HYBRID_FAMILIES
+)

@@ -17,7 +17,6 @@ from testing.cases import (
     MICROBATCHES,
     OF_MATRICES,
     PARAMETERS,
-    ROWS,
     Case,
     Row,
     build_plan,
@@ -484,6 +483,35 @@ def _sizes_for(case: Case, rng: random.Random) -> list[int]:
 # Cases without a pipeline: ZeRO-0 to 3 with replicas of unequal work (Poplar, section 3).
 
 
+# Ranks per replica, ZeRO stage, chunks, further options of the case.
+_ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
+    ((1, 1), 0, 1, {}),
+    ((1, 1, 1), 0, 2, {}),
+    ((2, 1), 0, 1, {}),
+    ((1, 1, 1, 1), 0, 1, {"tied": True}),
+    ((1, 1, 1), 1, 1, {}),
+    ((1, 1), 1, 3, {}),
+    ((1, 1), 1, 1, {"tied": True, "recompute": "full"}),
+    ((2, 2), 1, 1, {"sequence_parallel": True}),
+    ((1, 1), 2, 1, {}),
+    ((1, 1, 1), 2, 3, {}),
+    ((1, 1, 1), 2, 3, {"tied": True}),
+    ((1, 1), 2, 2, {"window": {"per_layer": False}}),
+    ((1, 1, 1), 2, 4, {"window": {"offload": True}}),
+    ((2, 2), 2, 2, {"sequence_parallel": True}),
+    ((1, 1, 1), 2, 2, {"shares": (3, 1, 0)}),
+    ((1, 1), 3, 2, {}),
+    ((1, 1, 1), 3, 4, {}),
+    ((1, 1, 1), 3, 3, {"window": {"prefetch": 0}}),
+    ((1, 1), 3, 4, {"window": {"keep_at_turn": False, "prefetch": 2}}),
+    ((1, 1, 1, 1), 3, 2, {"window": {"offload": True, "offload_optimizer": True}}),
+    ((1, 1), 3, 2, {"tied": True}),
+    ((2, 2), 3, 2, {"window": {"per_layer": False}, "recompute": "full"}),
+    ((1, 1, 1), 3, 3, {"shares": (1, 2.5, 0)}),
+    ((1, 1, 1), 3, 4, {"window": {"offload_activations": 1.0}, "recompute": "full"}),
+)
+
+
 def zero_case(widths: Sequence[int], zero: int, chunks: int, more: dict[str, Any], rng: random.Random) -> Case:
     """A case with one pipeline stage at a ZeRO stage, with random microbatch sizes and routing.
 
@@ -509,6 +537,6 @@ def zero_case(widths: Sequence[int], zero: int, chunks: int, more: dict[str, Any
 def zero_cases(seed: int, quick: bool) -> list[Case]:
     """The cases of all ZeRO stages; with ``quick`` every fourth one."""
     rng = random.Random(seed)
-    cases = [zero_case(widths, zero, chunks, more, rng) for widths, zero, chunks, more in ROWS["zero"]]
+    cases = [zero_case(*row, rng) for row in _ROWS]
     named = [replace(case, name=f"{i:02}-{case.name}") for i, case in enumerate(cases)]
     return named[::4] if quick else named

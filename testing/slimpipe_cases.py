@@ -11,11 +11,11 @@ from testing.cases import (
     HEADS,
     LAYERS,
     MICROBATCHES,
-    ROWS,
     SEQUENCE,
     STEPS,
     Case,
     build_plan,
+    row_of,
     split_layers,
     with_schedule,
 )
@@ -42,6 +42,78 @@ PLAIN: dict[str, Any] = {
     "layers": 4,
 }
 """The parameters of a plain case, for :func:`sliced_case`."""
+_ON = {"context_exchange": True}
+_ALL = {"context_exchange": True, "exchange_idle": True, "exchange_keep": True}
+_EXCHANGE: dict[str, dict[str, Any]] = {
+    "exchange-p2-n4": {"exchange": _ON, "microbatches": 1},
+    "exchange-p2-n8-v2-tp2": row_of("slices=8 chunks=2 tp=2 distributed_optimizer recompute=selective", exchange=_ON),
+    "exchange-p2-replicas": {"exchange": {**_ON, "exchange_units": 4}, "microbatches": 4, "tied": True},
+    "exchange-p4-n4-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "microbatches": 3},
+    "exchange-p4-n8": {"exchange": {**_ON, "exchange_units": 1}, "stages": 4, "slices": 8, "multi_head": True},
+    "exchange-p4-n8-v2-all": row_of("stages=4 slices=8 chunks=2 microbatches=3 recompute=full", exchange=_ALL),
+    "exchange-p4-n16-idle": row_of("stages=4 slices=16 distributed_optimizer", exchange={**_ON, "exchange_idle": True}),
+    "exchange-p4-n8-vocabulary": row_of(
+        "stages=4 slices=8 vocabulary offload=0.5", exchange={**_ON, "exchange_idle": True}
+    ),
+    "exchange-p2-replicas-vocabulary": row_of("slices=8 vocabulary microbatches=4 tied", exchange=_ALL),
+    "exchange-p4-n16-keep": {"exchange": {**_ON, "exchange_keep": True}, "stages": 4, "slices": 16, "microbatches": 3},
+    "exchange-p4-tp2-all": {"exchange": _ALL, "stages": 4, "slices": 8, "tp": 2, "microbatches": 1},
+}
+_UNEVEN: dict[str, dict[str, Any]] = {
+    "exchange-p2-uneven": {"exchange": _ALL, "uneven": True, "slices": 8, "microbatches": 3, "recompute": "selective"},
+    "exchange-p4-v2-uneven": row_of("stages=4 chunks=2 uneven layers=7 slices=8 vocabulary", exchange=_ON),
+}
+_UNEQUAL: dict[str, dict[str, Any]] = {
+    "exchange-p2-unequal": row_of(
+        "uneven slices=8 microbatches=3", exchange={**_ON, "exchange_attention": [1, 3], "exchange_rest": [4, 9]}
+    ),
+    "exchange-p4-v2-unequal-all": row_of(
+        "stages=4 chunks=2 uneven layers=9 slices=8 vocabulary distributed_optimizer",
+        exchange={**_ALL, "exchange_attention": [2, 5, 3, 9], "exchange_rest": [7, 7, 20, 15, 9, 9, 30, 40]},
+    ),
+}
+"""Devices of different speed: the exchange minimises the slots' durations (``features/context_exchange/passes.py``)."""
+_MEETING: dict[str, dict[str, Any]] = {
+    "exchange-p2-n2-idle-vocabulary": row_of(
+        "slices=2 microbatches=1 vocabulary", exchange={**_ON, "exchange_units": 1, "exchange_idle": True}
+    ),
+    "exchange-p2-n4-v2-vocabulary": {"exchange": _ON, "chunks": 2, "microbatches": 3, "vocabulary": True},
+}
+"""Keys and values of two passes are sent while the parts of the output layer run."""
+_WORK = {"slice_lengths": "work"}
+_LENGTHS: dict[str, dict[str, Any]] = {
+    "lengths-p2-n5-tp2": {"slices": 5, "tp": 2, "recompute": "selective", "distributed_optimizer": True},
+    "lengths-p4-n8-v2-work": row_of(
+        "stages=4 slices=8 chunks=2 vocabulary offload=0.75 recompute=full microbatches=3", parameters=_WORK
+    ),
+    "lengths-seq1f1b-n3-work": {"schedule": "seq1f1b", "parameters": {**_WORK, "slices": 3}, "tied": True},
+    "lengths-terapipe-n7": {"schedule": "terapipe", "parameters": {"slices": 7}, "uneven": True, "tp": 2},
+    "lengths-cp2-n3-work": row_of("cp=2 slices=3 vocabulary", parameters={**_WORK, "slice_keys_per_token": 20.0}),
+    "lengths-exchange-n5-tp2": {"exchange": _ALL, "slices": 5, "tp": 2, "uneven": True, "vocabulary": True},
+    "lengths-exchange-p4-n8-v2-work": row_of(
+        "stages=4 slices=8 chunks=2 microbatches=3 recompute=full", exchange=_ALL, parameters=_WORK
+    ),
+}
+"""Slices of different length: of equal work, or with a number that does not divide the sequence length."""
+_UNSLICED = {"schedule": "1f1b", "slices": 1}
+_CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
+    "cp2-1f1b": {"cp": 2, **_UNSLICED},
+    "cp2-1f1b-replicas": {"cp": 2, **_UNSLICED, "microbatches": 4, "tied": True, "recompute": "selective"},
+    "cp2-tp2": {"cp": 2, **_UNSLICED, "stages": 1, "tp": 2, "distributed_optimizer": True, "recompute": "full"},
+    "cp2-window": row_of(
+        "cp=2 schedule=ministage slices=1 chunks=2 distributed_optimizer microbatches=4",
+        parameters={"window": True, "offload": True},
+    ),
+    "cp2-p2-n4": {"cp": 2, "multi_head": True},
+    "cp2-p2-n8-v2": {"cp": 2, "slices": 8, "chunks": 2, "distributed_optimizer": True, "microbatches": 1},
+    "cp2-p2-tp2-uneven": {"cp": 2, "tp": 2, "uneven": True, "microbatches": 3},
+    "cp4-p1": {"cp": 4, "stages": 1, "slices": 2},
+    "cp2-vocabulary": {"cp": 2, "vocabulary": True, "microbatches": 4, "tied": True},
+    "cp2-1f1b-vocabulary": row_of("cp=2 vocabulary tp=2 distributed_optimizer overlap", **_UNSLICED),
+    "cp2-exchange-vocabulary": {"cp": 2, "exchange": _ALL, "vocabulary": True, "offload": 0.75},
+    "cp2-exchange": {"cp": 2, "exchange": _ALL, "recompute": "selective"},
+    "cp2-exchange-p4-v2": {"cp": 2, "exchange": _ON, "stages": 4, "slices": 4, "chunks": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -162,11 +234,14 @@ def slimpipe_cases(seed: int, quick: bool) -> list[SlicedCase]:
         cases.append(sliced_case(row, f"p{stages}-n{slices}-v{chunks}", rng))
     for i in range(_RANDOM):
         cases.append(sliced_case(_random_row(rng), f"random-{i}", rng))
-    for name, row in ROWS["slices"].items():
+    for name, row in {**_EXCHANGE, **_CONTEXT_PARALLEL}.items():
         cases.append(sliced_case({**PLAIN, **row}, name, rng))
     for i in range(_RANDOM_SHARED):
         cases.append(sliced_case(_random_shared_row(rng), f"random-shared-{i}", rng))
-    cases += [sliced_case({**PLAIN, **row}, name, rng) for name, row in ROWS["more_slices"].items()]
+    cases += [
+        sliced_case({**PLAIN, **row}, name, rng)
+        for name, row in {**_UNEVEN, **_MEETING, **_UNEQUAL, **_LENGTHS}.items()
+    ]
     return cases[3::4] if quick else cases
 
 

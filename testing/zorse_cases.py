@@ -16,12 +16,90 @@ from pathlib import Path
 from typing import Any
 
 from megatron_het.plan import Plan, ScheduleSpec
-from testing.cases import LAYERS, ROWS, STEPS, Case, Row, build_plan, split_layers
+from testing.cases import LAYERS, STEPS, Case, build_plan, split_layers
 from testing.lab import OBSERVE, Lab, reference_name
 from testing.runner import Job, Runner
 
+Row = dict[str, Any]
+
+
+def _row(replicas: tuple[int, ...], ministages: int, clip: float, window: Row, **more: Any) -> Row:
+    return {"replicas": replicas, "ministages": ministages, "clip": clip, "window": window, **more}
+
+
+# Rows: replicas of each stage, TP, ministages, options of the window.
+ROWS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
+    ((1,), 1, 2, {}),
+    ((2,), 1, 4, {}),
+    ((3,), 1, 3, {"prefetch": 0}),
+    ((4,), 1, 2, {"keep_at_turn": False}),
+    ((2, 1), 1, 1, {}),
+    ((2, 1), 1, 2, {"offload": True}),
+    ((1, 3), 1, 4, {"per_layer": False}),
+    ((2, 2), 1, 2, {"prefetch": 2}),
+    ((1, 2), 2, 2, {}),
+    ((2, 2), 1, 4, {"per_microbatch": True, "keep_at_turn": False}),
+    ((1, 2, 1), 1, 2, {"offload": True, "per_layer": False}),
+    ((2, 1, 1), 1, 2, {"keep_at_turn": False}),
+    ((1, 1, 2, 1), 1, 2, {}),
+    ((2, 2, 2, 2), 1, 1, {"offload": True, "keep_at_turn": False}),
+    ((2, 2), 1, 2, {"update": "at-once"}),
+    ((3,), 1, 4, {"update": "at-once", "offload": True}),
+    ((1, 2), 2, 1, {"update": "at-once", "prefetch": 0}),
+)
 CLIP_SOME = 1.0
 CLIPS = (1.0, 0.05)  # the second bound is below the gradient norms of all these models, so clipping is active
+NO_WINDOW = (((1, 2), 1, 2), ((2,), 1, 3), ((1, 1, 1), 1, 2))
+MORE: tuple[Row, ...] = (
+    _row((2, 2), 2, 0.05, {"update": "undo"}),
+    _row((3,), 4, 1.0, {"update": "undo", "offload": True}),
+    _row((1, 2), 2, 0.05, {"update": "undo", "offload_optimizer": True}, tp=2),
+    # With one ministage in one stage its norm is the global norm.
+    _row((4,), 1, 0.05, {"update": "per-ministage"}),
+    _row((2, 1), 2, 100.0, {"update": "per-ministage"}),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_optimizer": True}),
+    _row((3,), 2, 0.0, {"update": "at-once", "offload_optimizer": True}),
+    # Two microbatches in four stages.
+    _row((1, 1, 1, 1), 1, 1.0, {"offload": True}, micro_batch_size=3),
+    _row((2, 1, 1), 2, 1.0, {}, micro_batch_size=3),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16"),
+    _row((2, 1), 2, 1.0, {"offload": True, "offload_activations": 1.0}),
+    _row((1, 2), 2, 1.0, {"offload_activations": 0.5}, tp=2, recompute="none"),
+    _row((2,), 3, 0.05, {"update": "undo", "offload_activations": 1.0}),
+    # Unequal shares of a stage's state.
+    _row((2, 1), 2, 0.05, {}, shares=((3, 1), (1,))),
+    _row((3,), 4, 1.0, {"offload": True, "offload_optimizer": True}, shares=((0, 2, 1),)),
+    _row((4,), 2, 0.05, {"update": "undo"}, shares=((4, 2, 0, 1),)),
+    _row((1, 2), 2, 0.05, {"keep_at_turn": False}, tp=2, shares=((1,), (1, 2.5))),
+    _row((2, 2), 4, 0.0, {"update": "at-once", "offload": True}, shares=((1, 0), (1, 5))),
+    _row((4,), 1, 0.05, {"update": "per-ministage"}, shares=((1, 2, 3, 4),)),
+    _row((2, 2), 2, 1.0, {"per_microbatch": True, "per_layer": False}, shares=((2, 1), (1, 0))),
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload_optimizer": True}, precision="bf16", shares=((0, 1), (1,))),
+    _row((1, 3), 2, 1.0, {"offload": True}, precision="bf16", shares=((1,), (1, 3, 2))),
+    # Several ministages: the reference clips each group of parameters; CLIP_SOME is below only some of the norms.
+    _row((2, 1), 2, CLIP_SOME, {"update": "per-ministage"}),
+    _row((3,), 3, 0.05, {"update": "per-ministage", "offload": True}),
+    _row((1, 2), 2, CLIP_SOME, {"update": "per-ministage", "offload_optimizer": True}, tp=2),
+    # A split vocabulary: every stage has rows in its first and its last ministage.
+    _row((2, 1), 2, 0.05, {"vocabulary": True, "update": "undo", "offload": True}),
+    _row((1, 2), 3, 1.0, {"vocabulary": True, "prefetch": 0}, tp=2, shares=((1,), (2, 1))),
+    _row(
+        (1, 2, 1),
+        2,
+        0.0,
+        {"vocabulary": True, "vocabulary_shares": [1, 4, 2], "update": "at-once", "prefetch": 2},
+        recompute="none",
+    ),
+    _row((2, 1), 2, CLIP_SOME, {"vocabulary": True, "update": "per-ministage", "offload_optimizer": True}),
+    # Tied embeddings: copies in the first and the last ministage, updated last; with a split vocabulary no copies.
+    _row((2, 1), 2, 0.05, {"update": "undo", "offload": True}, tied=True),
+    _row((1, 2), 2, 0.0, {"update": "at-once"}, tp=2, tied=True),
+    _row((2, 1), 1, 0.05, {"vocabulary": True, "update": "per-ministage"}, tied=True),
+    # Both copies on the ranks of the first or only stage.
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"offload": True}, "clip": 0.05},
+    {"replicas": (2, 1), "tied": True, "layers": ((2, 1), (2,)), "window": {"update": "at-once"}, "clip": 0.0},
+    _row((2,), 3, 0.05, {"update": "undo"}, tied=True, shares=((3, 1),)),
+)
 _LONELY = 1000  # one in this many elements of a parameter is left out: its first gradient may be zero up to rounding
 _OPTIMIZER_BAR = 0.25  # optimizer tensors in bf16 differ by up to 0.06, exchanged tensors by 1.4
 
@@ -30,17 +108,15 @@ def ministage_cases(seed: int, quick: bool) -> list[Case]:
     """Cases in which every option is on and off, clipping active in half of them."""
     rng = random.Random(seed)
     rows: list[Row] = []
-    for i, (sizes, tp, chunks, options) in enumerate(ROWS["ministages"]):
+    for i, (sizes, tp, chunks, options) in enumerate(ROWS):
         clip = 0.0 if options.get("update") == "at-once" else CLIPS[i % 2]
         recompute = ("none", "full")[i // 2 % 2]
         window = {"window": True, **options}
-        more = {"clip": clip, "window": window, "recompute": recompute}
-        rows.append({"replicas": sizes, "ministages": chunks, "tp": tp, **more, "precision": "fp32"})
-    for sizes, tp, chunks in ROWS["without_a_window"]:
-        more = {"clip": 1.0, "window": {}, "recompute": "none"}
-        rows.append({"replicas": sizes, "ministages": chunks, "tp": tp, **more, "precision": "fp32"})
+        rows.append(_row(sizes, chunks, clip, window, tp=tp, recompute=recompute, precision="fp32"))
+    for sizes, tp, chunks in NO_WINDOW:
+        rows.append(_row(sizes, chunks, 1.0, {}, tp=tp, recompute="none", precision="fp32"))
     rows += [{**rows[i], "precision": "bf16"} for i in (1, 5, 8)]
-    for row in ROWS["more_ministages"]:
+    for row in MORE:
         common = {"tp": 1, "recompute": "full", "precision": "fp32"}
         rows.append({**common, **row, "window": {"window": True, **row["window"]}})
     cases = [_case(row, f"{row['precision']}-{i:02}", rng) for i, row in enumerate(rows)]

@@ -3,20 +3,18 @@
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from megatron_het.plan import ScheduleSpec, Stage
+from megatron_het.plan import ScheduleSpec
 from testing.cases import Case, build_plan
 from testing.compare import Differences, compare
 from testing.families import ALL_FAMILIES
-from testing.feature_cases import as_hybrid, packed, with_expert_parallel
+from testing.feature_cases import with_expert_parallel
 from testing.lab import Lab
 from testing.runner import Finished
-from testing.slimpipe_cases import PLAIN, sliced_case, with_context_parallel_sizes
+from testing.slimpipe_cases import with_context_parallel_sizes
 
 _OF_A_CASE = ("transport", "by_samples", "clip", "overlap", "own")
 
@@ -62,51 +60,6 @@ def new_case(
     model = replace(plan.model, mtp_num_layers=later)
     plan = replace(plan, model=model, stages=stages, schedule=schedule or plan.schedule)
     return Case(name, plan, family=family, extra=tuple(extra.split()), **of_case)
-
-
-SECTIONS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
-
-
-def cases_of(section: str) -> tuple[dict[str, Case], set[str]]:
-    """The cases of a section of ``cases.yaml`` by name, and the names of those of the full tier."""
-    own = SECTIONS[section]
-    full = {name for name, row in own["cases"].items() if row.get("full")}
-    return {name: _case_of(name, row, own) for name, row in own["cases"].items()}, full
-
-
-def _case_of(name: str, row: Mapping[str, Any], section: Mapping[str, Any]) -> Case:
-    given = {key: value for key, value in row.items() if key != "full"}
-    own = {key: given.pop(key) for key in ("sliced", "hybrid", "documents", "etp", "routes", "parts") if key in given}
-    if "sliced" in own:
-        sliced = {**PLAIN, **section.get("sliced", {}), **own["sliced"]}
-        case: Case = sliced_case(sliced, name, random.Random(name if "hybrid" in own else 0))
-        fields: dict[str, Any] = {key: tuple(given[key].split()) for key in ("extra", "own") if key in given}
-        fields |= {key: given[key] for key in ("family", "transport") if key in given and "hybrid" not in own}
-        case = replace(case, **fields)
-    else:
-        schedule = given.pop("schedule", "1f1b")
-        options = {**section.get("new", {}), **given, "own": tuple(given.get("own", "").split())}
-        options["schedule"] = ScheduleSpec(schedule) if isinstance(schedule, str) else ScheduleSpec(*schedule)
-        options["shares"] = tuple(given.get("shares", ()))
-        sizes = options.pop("sizes")
-        case = new_case(name, sizes, options.pop("layers", [2] * len(sizes)), **options)
-    if "hybrid" in own:
-        case = as_hybrid(case, given["family"], own["hybrid"])
-    stages = list(case.plan.stages)
-    if "etp" in own:
-        stages = [_with(stage, etp=[etp] * len(stage.replicas)) for stage, etp in zip(stages, own["etp"], strict=True)]
-    if "routes" in own:
-        stages[0] = _with(stages[0], microbatches=[tuple(ids) for ids in own["routes"]])
-    if "parts" in own:
-        stages = list(with_context_parallel_sizes(tuple(stages), own["parts"], tuple(given["shares"])))
-    case = replace(case, plan=replace(case.plan, stages=tuple(stages)))
-    return packed(case, own["documents"], case.family) if "documents" in own else case
-
-
-def _with(stage: Stage, **fields: Sequence[Any]) -> Stage:
-    """The stage with these fields of its replicas, one value for each."""
-    values = (dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True))
-    return replace(stage, replicas=tuple(replace(r, **more) for r, more in zip(stage.replicas, values, strict=True)))
 
 
 def tiers(names: Iterable[str], full: Collection[str]) -> list[Any]:

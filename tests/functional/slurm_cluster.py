@@ -32,7 +32,46 @@ _TURN_S = 1200.0  # far more than a file's tests of Slurm take
 _FILES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 """Slurm believes in GPUs only where it finds device files."""
 
-_CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
+_CONFIGURATION = """\
+ClusterName=loop
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+# A job that is queued again waits for so long; by default 120 s.
+AuthInfo=cred_expire=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+StateSaveLocation={base}/state
+SlurmctldPidFile={base}/run/slurmctld.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdSpoolDir={base}/spool/%n
+SlurmdPidFile={base}/run/slurmd.%n.pid
+SlurmdLogFile={base}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+# Only the backfill scheduler starts heterogeneous jobs; by default it looks every 30 s.
+SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,bf_hetjob_immediate,bf_hetjob_prio=min,sched_min_interval=0
+SlurmdParameters=config_overrides
+Licenses=tool:4
+ReturnToService=2
+KillWait={kill_wait}
+CompleteWait=0
+MinJobAge=600
+SlurmctldTimeout=60
+SlurmdTimeout=60
+InactiveLimit=0
+Waittime=0
+"""
 
 
 def missing() -> str:

@@ -8,21 +8,48 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_het.plan import Stage, save_plan
+from megatron_het.plan import ScheduleSpec, Stage, save_plan
 from testing.cases import Case, Weights, build_plan, common_flags, words
 from testing.compare import Differences, compare
 from testing.lab import Lab
 from testing.runner import Job
-from tests.functional.selected import cases_of, tiers
+from tests.functional.selected import new_case, tiers
 
 FP32_BAR = 1e-5
 # In bf16 a sum over TP ranks rounds elsewhere than the sum of one process does: one part in 2^8 per
 # rounding for gradients; losses are means over hundreds of tokens.
 BF16_LOSS_BAR, BF16_GRADIENT_BAR = 2e-3, 3e-2
-BY_NAME, FULL = cases_of("parity")
+DIVIDED: dict[str, Any] = {"sequence_parallel": True, "distributed_optimizer": True}
+UNEVEN: dict[str, Any] = {"even_routing": False}
+SCATTERED = UNEVEN | {"shuffle_ranks": True, "sequence_parallel": True}
+CASES = [
+    new_case("replicas", [[1], [1, 1]], [2, 3], clip=0.05, **UNEVEN),
+    new_case(
+        "replicas-distributed-optimizer", [[1, 1], [1]], [3, 2], by_samples=True, distributed_optimizer=True, **UNEVEN
+    ),
+    new_case("tp-by-stage", [[2], [1, 1]], [4, 1], **DIVIDED),
+    new_case("tp-4-staged", [[4], [1]], [3, 2], transport="staged", sequence_parallel=True, recompute="full"),
+    new_case("mixed-tp", [[1], [2, 1]], [2, 3], clip=0.05, **UNEVEN, **DIVIDED),
+    new_case("norms-of-heads", [[1], [2, 1]], [2, 3], family="qk-norm", **UNEVEN),
+    new_case("mixed-tp-tied", [[2, 1], [1]], [1, 4], by_samples=True, clip=0.05, tied=True, **UNEVEN),
+    new_case("one-stage-mixed-tied", [[4, 1, 2]], [5], tied=True, **UNEVEN),
+    new_case("four-stages", [[1], [1], [1], [1]], [2, 1, 1, 1], recompute="selective"),
+    # Replicas of a stage have different TP, so that sums across classes follow what was reduced early.
+    new_case(
+        "overlap", [[1, 1], [2, 1, 1]], [3, 2], overlap=True, own=("--overlap-param-gather",), tied=True, **DIVIDED
+    ),
+    # Two of three members of the second stage are a class.
+    new_case("scattered-ranks", [[1], [2, 1, 1], [1]], [1, 2, 2], tied=True, **SCATTERED),
+    new_case("stock-shape", [[2, 2]], [5], distributed_optimizer=True),
+    new_case("gpipe-replicas", [[1], [1, 1]], [2, 3], seed="replicas", schedule=ScheduleSpec("gpipe"), **UNEVEN),
+    new_case("bf16-mixed-tp", [[1], [2, 1]], [2, 3], precision="bf16", **UNEVEN, **DIVIDED),
+]
+BY_NAME = {case.name: case for case in CASES}
+FULL = {"tp-4-staged", "norms-of-heads", "one-stage-mixed-tied"}
 
 
 @pytest.mark.parametrize("name", tiers(BY_NAME, FULL))

@@ -3,17 +3,65 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from testing.cases import Case, build_plan, common_flags, with_schedule
+from testing.cases import LAYERS, Case, build_plan, common_flags, row_of, with_schedule
 from testing.compare import compare
 from testing.lab import Lab
-from testing.runner import Job
-from tests.functional.selected import cases_of, tiers
+from testing.runner import Job, words
+from testing.slimpipe_cases import PLAIN, sliced_case
+from tests.functional.selected import tiers
 
 BAR = 1e-5
-CASES, FULL = cases_of("slimpipe")
+_ROW = {**PLAIN, "microbatches": 3, "layers": LAYERS}
+_EXCHANGE = {"context_exchange": True}
+ROWS: dict[str, dict[str, Any]] = {
+    "slices-plain": {},
+    "slices-interleaved": {"chunks": 2, "slices": 8, "recompute": "full"},
+    "slices-tp": {"tp": 2, "distributed_optimizer": True, "recompute": "selective"},
+    "slices-replicas-uneven": {"microbatches": 4, "uneven": True, "tied": True},
+    "split-vocabulary": {"tp": 2, "vocabulary": True, "distributed_optimizer": True, "chunks": 2, "microbatches": 2},
+    "split-tied-vocabulary-offload": row_of("tied vocabulary offload=0.75 slices=8", recompute="mlp"),
+    "slices-of-equal-work": {"slices": 5, "tp": 2, "recompute": "selective", "parameters": {"slice_lengths": "work"}},
+    "exchange": {"exchange": _EXCHANGE, "layers": 4, "stages": 4, "slices": 8, "recompute": "selective"},
+    "exchange-interleaved-tp": row_of(
+        "layers=4 tp=2 slices=8 chunks=2 microbatches=2 distributed_optimizer recompute=full",
+        exchange={**_EXCHANGE, "exchange_keep": True, "exchange_idle": True},
+    ),
+    "exchange-uneven-layers": row_of("uneven layers=5 slices=8", exchange={**_EXCHANGE, "exchange_idle": True}),
+    "exchange-unequal-devices": row_of(
+        "uneven layers=5 slices=8 microbatches=4",
+        exchange={
+            **_EXCHANGE,
+            "exchange_idle": True,
+            "exchange_keep": True,
+            "exchange_attention": [1, 1, 4, 3],
+            "exchange_rest": [9, 9, 30, 25],
+        },
+    ),
+    "exchange-slices-that-do-not-divide": row_of(
+        "slices=5 tp=2 uneven", exchange={**_EXCHANGE, "exchange_keep": True, "exchange_idle": True}
+    ),
+    "exchange-equal-work": row_of(
+        "slices=6 chunks=2 cp=2 recompute=selective",
+        exchange={**_EXCHANGE, "exchange_idle": True, "exchange_attention": [1, 2], "exchange_rest": [9, 9, 30, 9]},
+        parameters={"slice_lengths": "work"},
+    ),
+    "context-parallel": {"schedule": "1f1b", "slices": 1, "cp": 2, "uneven": True},
+    "context-parallel-slices-exchange": row_of("layers=4 cp=2 microbatches=2 vocabulary", exchange=_EXCHANGE),
+    "exchange-replicas-vocabulary": row_of(
+        "layers=4 slices=8 microbatches=4 vocabulary overlap", exchange={**_EXCHANGE, "exchange_keep": True}
+    ),
+}
+CASES = {name: sliced_case({**_ROW, **row}, name, random.Random(0)) for name, row in ROWS.items()}
+FULL = words(
+    """
+    slices-plain split-vocabulary exchange exchange-interleaved-tp exchange-unequal-devices
+    exchange-slices-that-do-not-divide exchange-equal-work exchange-replicas-vocabulary
+    """
+)
 
 
 @pytest.mark.parametrize("name", tiers(CASES, FULL))

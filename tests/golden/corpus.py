@@ -79,21 +79,48 @@ def programs() -> Corpus:
 # -- plans ---------------------------------------------------------------------------------------------
 
 
-_GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-CLUSTERS: dict[str, dict[str, Any]] = _GIVEN["clusters"]
-MODELS: dict[str, dict[str, Any]] = {name: {**MIDDLE, **changes} for name, changes in _GIVEN["models"].items()}
-_ALONE = [name for name in CLUSTERS if name != "shared"]
+def nodes(gpu: str, count: int, gpus: int, zone: str = "a-1", usd: float = 1.0) -> dict[str, Any]:
+    return {"gpu": gpu, "count": count, "gpus_per_node": gpus, "zone": zone, "usd_per_gpu_hour": usd}
+
+
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "equal": {"nodes": [nodes("A100-40", 1, 4)]},
+    "mixed": {"nodes": [nodes("A100-40", 1, 2, usd=3.0), nodes("RTX-3090", 1, 4, usd=0.4)]},
+    "three": {"nodes": [nodes("H100-SXM", 1, 2, usd=5.0), nodes("A100-40", 1, 2, usd=3.0), nodes("T4", 2, 1, usd=0.3)]},
+    "zones": {
+        "nodes": [nodes("A100-40", 1, 2, usd=3.0), nodes("V100-16", 2, 2, "b-1", 1.0)],
+        "links": [{"between": ["a", "b"], "bytes_per_s": 1.0e9, "latency_s": 0.01, "usd_per_gb": 0.02}],
+    },
+}
+SHARED = {"nodes": [{"gpus": [{"type": "A100-40", "count": 2}, {"type": "V100-16", "count": 2}], "count": 1}]}
+_DENSE: dict[str, Any] = {**MIDDLE, "micro_batch_sizes": [1, 2], "precision": "fp16"}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": _DENSE,
+    "long": {**_DENSE, "seq_length": 16384, "num_query_groups": 2, "global_batch_size": 4, "micro_batch_sizes": [1]},
+    "tied": {**_DENSE, "tied_embeddings": True, "precision": "fp32", "recompute": ["none", "full"]},
+    "large": {**_DENSE, "num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16},
+}
 PLANS: dict[str, tuple[str, str, str]] = {
     # Every schedule with every cluster and every model, not with every pair of them.
     **{
         f"{schedule}, {cluster}, {model}": (cluster, model, f"--schedules {schedule}")
         for i, schedule in enumerate(("1f1b", "interleaved", "ministage", "slimpipe"))
-        for j, cluster in enumerate(_ALONE)
+        for j, cluster in enumerate(CLUSTERS)
         for model in (list(MODELS)[(i + j + shift) % len(MODELS)] for shift in (0, 1))
     },
-    **{f"all, {cluster}, dense": (cluster, "dense", "") for cluster in _ALONE},
+    **{f"all, {cluster}, dense": (cluster, "dense", "") for cluster in CLUSTERS},
     **{f"all, mixed, {model}": ("mixed", model, "") for model in ("long", "tied")},
-    **{name: tuple(row) for name, row in _GIVEN["plans"].items()},
+    "cost": ("mixed", "dense", "--objective cost"),
+    "cost over zones": ("zones", "large", "--objective cost --schedules 1f1b"),
+    "budget": ("three", "dense", "--max-usd-per-iteration 0.00002 --schedules 1f1b"),
+    "no plan is that cheap": ("three", "dense", "--max-usd-per-iteration 0.0000001 --schedules 1f1b"),
+    "at most three": ("mixed", "dense", "--max-gpus 3 --schedules 1f1b"),
+    "documents": ("mixed", "long", "--document-lengths 700 --schedules slimpipe"),
+    "zorse": ("mixed", "large", "--search zorse"),
+    "sailor": ("zones", "dense", "--search sailor"),
+    "poplar": ("three", "dense", "--search poplar"),
+    "two kinds in a node": ("shared", "dense", "--schedules 1f1b"),
+    "margin": ("mixed", "tied", "--memory-margin 0.01 --schedules 1f1b"),
 }
 """Cluster, model and options by name."""
 
@@ -118,7 +145,7 @@ def plan_json(name: str) -> str:
     cluster, model, words = PLANS[name]
     said = io.StringIO()
     with in_folder() as folder, contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTERS[cluster]), encoding="utf-8")
+        (folder / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTERS, "shared": SHARED}[cluster]), encoding="utf-8")
         (folder / "model.yaml").write_text(yaml.safe_dump(MODELS[model]), encoding="utf-8")
         code = het_plan(
             ["plan", "--cluster", "cluster.yaml", "--model", "model.yaml", *words.split(), "--no-verify", "--json"]
