@@ -34,25 +34,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.bad_input_cases import (
-    CLUSTER,
-    MARK,
-    MODEL,
-    PLAN,
-    Case,
-    _bomb,
-    _planner,
-    _Raw,
-    _replaced,
-    _start,
-    _text,
-    command,
-    document_text,
-    good_files,
-    mutated,
-    random_numbers,
-)
-from benchmarks.bad_input_listed import in_order, listed
+from benchmarks.bad_input_cases import MARK, PLAN, Case, _start, document_text, good_files, mutated, random_numbers
+from benchmarks.bad_input_listed import ONCE_WRONG, in_order, listed
 from benchmarks.machine import command_line, write_report
 from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
@@ -60,31 +43,7 @@ from megatron_het.plan import PlanError
 from testing import rank_server
 from tools.planner.emit import options as checks
 
-# Malformed inputs that once ran a command, hung, ended in a traceback or were accepted; all are in every test run.
-
-_LISTED = (
-    *("shell text in hosts", "shell text in partition", "shell text in --job-name", "shell text in --time-limit"),
-    *("shell text in --run-dir", "shell text in --python", "a device as plan --out", "a device as simulate --trace"),
-    *("a file of the kernel as plan --out", "a pipe as plan", "a pipe as plan.json", "/dev/zero as cluster.yaml"),
-    *("a billion slices", "fewer slices than stages", "2,000 groups of nodes", "num_layers: 2024-01-01"),
-    *("num_layers: !!binary aGk=", "num_layers: !!float 4", "huge slack", "bad --processes", "version 1.0"),
-    *("no feed-forward width", "negative feed-forward width", "negative vocabulary", "an infinite rate"),
-    *("an empty host", "a blank host", "a host twice", "a host in two groups", "bad --lr", "bad --cpus-per-task"),
-    *("bad --time-limit", "bad --extra", "model: {'num_layers': 1000000}", "model: {'global_batch_size': 1000000}"),
-)
-"""Kinds of :func:`listed` of which one case each is taken."""
 _MANY = 5000
-
-
-def _numbers() -> Iterator[tuple[str, str, Any, tuple[Any, ...], Any]]:
-    """Yields ``(description, file, document, place, value)`` of every number of the good files."""
-    speed = ("stages", 0, "replicas", 0, "speed")
-    yield "a speed that is not a number", "plan.json", PLAN, speed, _Raw("NaN")
-    yield "a speed of hundreds of digits", "plan.json", PLAN, speed, _Raw("9" * 400)
-    yield "true as a number", "plan.json", PLAN, ("model", "num_layers"), True
-    for value in (_Raw("NaN"), -1.0):
-        yield f"a prediction of {value}", "plan.json", PLAN, ("predicted", "iteration_s"), value
-    yield "an infinite launch", "cluster.yaml", CLUSTER, ("gpus", "mine", "launch_s"), _Raw(".inf")
 
 
 def many_replicas() -> str:
@@ -99,28 +58,13 @@ def many_replicas() -> str:
 
 
 def reported() -> Iterator[Case]:
-    """At least one case of every kind of malformed input that once caused a defect."""
-    for what, name, document, place, value in _numbers():
-        targets = [*_planner("check", "simulate"), *([_start()] if name == "plan.json" else _planner("plan"))]
-        for tool, words in targets:
-            yield Case(what, tool, words, {name: _text(_replaced(document, place, value))})
-    deep = document_text(PLAN).replace("{", '{"deep": ' + "[" * 200_000 + "]" * 200_000 + ", ", 1)
-    twice = document_text(PLAN).replace('"version": 1,', '"version": 1, "version": 1,', 1)
-    for what, text in {"a deep plan": deep, "a key twice in JSON": twice}.items():
-        yield Case(what, "planner", command("check"), {"plan.json": text})
-        yield Case(what, _start()[0], _start()[1], {"plan.json": text})
-    plain = "\n".join(f"{key}: {value}" for key, value in MODEL.items() if isinstance(value, int))
-    models = {
-        "a key twice in YAML": f"{plain}\nnum_layers: 4\n",
-        "aliases that multiply in a field": f"{_bomb()}name: *h\n{plain}\n",
-    }
-    for what, text in models.items():
-        yield Case(what, "planner", command("plan"), {"model.yaml": text})
+    """At least one case of every kind of malformed input that once caused a defect; all are in every test run."""
     yield Case("thousands of replicas", _start()[0], _start()[1], {"plan.json": many_replicas()}, wrong=False)
-    twice_given = ("--het-plan", "plan.json", "--het-plan", "sliced.json")
-    yield Case("a plan given twice", "start", twice_given)
-    by_kind = {case.kind: case for case in in_order()}
-    yield from (by_kind[kind] for kind in _LISTED)
+    yield Case("a plan given twice", "start", ("--het-plan", "plan.json", "--het-plan", "sliced.json"))
+    cases = in_order()
+    yield from (case for case in cases if case.kind in ONCE_WRONG["by_every_command"])
+    last = {case.kind: case for case in cases}
+    yield from (last[kind] for kind in ONCE_WRONG["by_one"])
 
 
 CPU_S, CLOCK_S = 5.0, 20.0

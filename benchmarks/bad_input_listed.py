@@ -37,6 +37,8 @@ from megatron_het.features.watch.monitor import FORMAT, VERSION, identity
 from megatron_het.plan import Plan, plan_hash
 
 _LISTED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ONCE_WRONG: dict[str, list[str]] = _LISTED["once_wrong"]
+"""Kinds that ran a command, hung, ended in a traceback or were accepted."""
 _JOBS = ("runs", "job_files", "doctors", "replays", "replans")
 """Groups of the list: the commands around a job."""
 
@@ -198,8 +200,9 @@ def _changed() -> Iterator[Case]:
 def _texts() -> Iterator[Case]:
     """Yields cases of files that are no documents."""
     for group in _LISTED["texts"]:
+        good = document_text(_documents()[group["document"]]) if "document" in group else group.get("in", "")
         for kind, given in group["kinds"].items():
-            text = group["in"].replace(*given, 1) if isinstance(given, list) else written_out(given)
+            text = good.replace(*map(written_out, given), 1) if isinstance(given, list) else written_out(given)
             for name in group["as"]:
                 yield _case({"as": name}, kind, files={group["name"]: text})
 
