@@ -35,15 +35,14 @@ from testing.planner_cases import model_of, processors
 from testing.runner import Finished, Job, Runner, words
 from tools.planner.__main__ import main as het_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimate import estimator_of
 from tools.planner.costs.layer import CPU_GLOO
-from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs import profile_schema
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.inputs.files import write_json
 from tools.planner.replay.measured import load_watched
-from tools.planner.replay.replan import correct, estimator_of, predicted_s
+from tools.planner.replay.replan import correct, predicted_s
 from tools.planner.report.analysis import complete
 from tools.planner.search.outcome import CLUSTER, PROFILE, Found, keep_inputs
 
@@ -107,7 +106,7 @@ SCENARIOS = (
 def planned(layers: Sequence[int]) -> Plan:
     """The planner's prediction of a pipeline of paced devices."""
     cluster = processors(len(layers))
-    estimator = Estimator(cluster, MODEL, MeasuredCosts(MODEL, _profile(), cluster.gpu, CPU_GLOO), CPU_GLOO)
+    estimator = estimator_of(cluster, MODEL, _profile(), CPU_GLOO)
     candidate = Candidate(tuple(Stage(n, (Group(0, 1, 1),)) for n in layers), 1)
     estimate = estimator.estimate(candidate)
     assert estimate is not None
@@ -212,7 +211,7 @@ def _before(folder: Path) -> float:
     plan = load_plan(folder / "plan.json")
     seen = load_watched(folder / "ranks" / "watch.json", plan)
     corrected = correct(plan, load_cluster(folder / CLUSTER), profile_schema.load_profile(folder / PROFILE), seen)
-    return predicted_s(estimator_of(corrected, MODEL, CPU_GLOO), corrected.plan)
+    return predicted_s(estimator_of(corrected.cluster, MODEL, corrected.profile, CPU_GLOO), corrected.plan)
 
 
 def stopped(runner: Runner, scratch: Path) -> dict[str, Any]:

@@ -34,9 +34,8 @@ from testing.zorse_cases import with_shares
 from tools.planner.cli.dry_run import rank_flags, rank_kinds
 from tools.planner.costs import build
 from tools.planner.costs.candidate import Candidate, Group, GroupMemory, Stage
-from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimate import estimator_of
 from tools.planner.costs.layer import MEGATRON_HET, WITHOUT_TE
-from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster
 from tools.planner.inputs.model import Model, load_model
@@ -133,8 +132,8 @@ class BigPlan:
         nodes = -(-self.world_size // 8)
         node = {"gpu": self.gpu, "count": nodes, "gpus_per_node": 8, "zone": "here", "network_bytes_per_s": 50e9}
         cluster = Cluster.model_validate({"name": "big", "nodes": [node]})
-        model, runtime = Model.model_validate(self.model_file()), MEGATRON_HET if self.gpu == _GPU else WITHOUT_TE
-        estimator = Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
+        runtime = MEGATRON_HET if self.gpu == _GPU else WITHOUT_TE
+        estimator = estimator_of(cluster, Model.model_validate(self.model_file()), None, runtime)
         candidate = self.candidate()
         estimate = estimator.estimate(candidate)
         if estimate is None:

@@ -57,7 +57,8 @@ def best_regular(estimator: Estimator, goal: Goal, most: int = 4 * ENOUGH) -> tu
     plans = plans[:: max(1, len(plans) // most)]
     priced: list[tuple[float, int, Candidate, Estimate]] = []
     for i, candidate in enumerate(plans):
-        estimate = estimator.estimate(candidate) if schedule_of(candidate).runs(estimator, candidate) else None
+        prices = estimator.running(candidate.gpus())
+        estimate = prices.estimate(candidate) if schedule_of(candidate).runs(prices, candidate) else None
         if estimate is not None and estimator.fits(estimate) and goal.violation(candidate, estimate) == 0:
             priced.append((goal.value(estimate), i, candidate, estimate))
     priced.sort(key=lambda entry: entry[:2])
@@ -71,7 +72,7 @@ def best_regular(estimator: Estimator, goal: Goal, most: int = 4 * ENOUGH) -> tu
             if operations_of(estimator, candidate) > MOST_OPERATIONS:
                 continue
             try:
-                value = closed_form * block_s(estimator, candidate, estimate) / estimate.iteration_s
+                value *= block_s(estimator.running(candidate.gpus()), candidate, estimate) / estimate.iteration_s
             except PlannerError:
                 continue
         left -= 1

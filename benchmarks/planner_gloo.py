@@ -29,9 +29,8 @@ from testing.planner_cases import model_of, processors
 from testing.runner import Job, Runner
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimate import Estimator, estimator_of
 from tools.planner.costs.layer import CPU_GLOO
-from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.emit.flags import model_arguments, plan_arguments
 from tools.planner.inputs.files import write_json
@@ -129,10 +128,10 @@ def measured_profile(case: Case, folder: Path, devices: list[CpuDevice]) -> Prof
     return run_profile(settings, len(devices), {PINNING_VARIABLE: pinning(devices)}, ("examples.llama.pinned", *WORKER))
 
 
-def estimator_of(case: Case, profile: Profile) -> Estimator:
+def _prices(case: Case, profile: Profile) -> Estimator:
     """Returns the planner's model of this machine."""
     cluster = processors(PROCESSES // case.per_node, case.per_node, is_processor=True)
-    return Estimator(cluster, case.model, MeasuredCosts(case.model, profile, cluster.gpu, CPU_GLOO), CPU_GLOO)
+    return estimator_of(cluster, case.model, profile, CPU_GLOO)
 
 
 def predict(estimator: Estimator, candidate: Candidate, file: Path) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def measure_round(case: Case, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, env=default_environment(), capture_output=True, text=True, check=True)
     data = DataFiles(**json.loads(done.stdout))
     profile = measured_profile(case, folder, devices)
-    estimator = estimator_of(case, profile)
+    estimator = _prices(case, profile)
     runs = []
     with Runner() as runner:
         for i, candidate in enumerate(case.plans):
@@ -229,7 +228,7 @@ def summary(case: Case, rounds: list[dict[str, Any]], folder: Path) -> dict[str,
     for i, one in enumerate(rounds):
         (folder / f"profile-{i}.json").write_text(json.dumps(one["profile"]), encoding="utf-8")
         profiles.append(load_profile(folder / f"profile-{i}.json"))
-    estimator = estimator_of(case, median_profile(profiles))
+    estimator = _prices(case, median_profile(profiles))
     rows = []
     for i, candidate in enumerate(case.plans):
         row = predict(estimator, candidate, folder / f"plan-{i}.json")

@@ -47,6 +47,7 @@ def hybrid_twin(model: Model) -> Model:
 
 
 def _simulated_s(estimator: Estimator, candidate: Candidate) -> float:
+    estimator = estimator.running(candidate.gpus())
     estimate = estimator.estimate(candidate)
     assert estimate is not None
     return block_s(estimator, candidate, estimate)

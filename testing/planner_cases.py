@@ -11,8 +11,8 @@ from benchmarks.published.accuracy import reference_model, reference_nodes, refe
 from megatron_het.plan import Plan
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
+from tools.planner.costs.estimate import Estimator, estimator_of
+from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import Gpu, catalog
@@ -21,7 +21,6 @@ from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.report.analysis import even_stages
 from tools.planner.report.tables import describe
-from tools.planner.search.auto import search_auto
 from tools.planner.search.candidate_cache import LESS, CandidateCache, Groups
 from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
@@ -127,21 +126,16 @@ def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:
     return Cluster(nodes=(node,), gpus={"core": core})
 
 
-def estimator_of(cluster: Cluster, model: Model, **more: Any) -> Estimator:
-    """An estimator with datasheet costs."""
-    return Estimator(cluster, model, CatalogCosts(model, lambda name: catalog()[name]), **more)
-
-
 def all_plans(estimator: Estimator, point: Candidate, limit: list[float]) -> Iterator[Candidate]:
     """Every ordered list of stages with every split of the layers.
 
     Plans are left out if one stage's compute, divided perfectly over its replicas, already takes longer than
     ``limit[0]``.
     """
-    total = estimator.model.global_batch_size // point.micro_batch_size
+    total, fastest = estimator.model.global_batch_size // point.micro_batch_size, estimator.running(())
     options = []
     for groups in stage_options(estimator, point):
-        units = [estimator.unit(g.pool, g.tp, point.micro_batch_size, point.recompute) for g in groups]
+        units = [fastest.unit(g.pool, g.tp, point.micro_batch_size, point.recompute) for g in groups]
         rate = sum(g.count / (u.layer_f + u.layer_b) for g, u in zip(groups, units) if u)
         if sum(g.count for g in groups) <= total:
             options.append((groups, rate))
@@ -176,17 +170,18 @@ def brute_force(estimator: Estimator, start: float) -> tuple[float, int, int]:
         for recompute in estimator.model.recompute:
             for candidate in all_plans(estimator, Candidate((), batch, recompute), best):
                 seen += 1
-                tried, estimate = candidate, estimator.estimate(candidate)
+                prices = estimator.running(candidate.gpus())
+                tried, estimate = candidate, prices.estimate(candidate)
                 for slack in LESS:
-                    if estimate is None or estimator.fits(estimate):
+                    if estimate is None or prices.fits(estimate):
                         break
                     tried = candidate.with_(slack=slack)
-                    estimate = estimator.estimate(tried)
-                if estimate is None or not estimator.fits(estimate) or max(estimate.stage_busy_s) >= best[0]:
+                    estimate = prices.estimate(tried)
+                if estimate is None or not prices.fits(estimate) or max(estimate.stage_busy_s) >= best[0]:
                     continue
                 try:
                     simulated += 1
-                    best[0] = min(best[0], simulate_block(estimator, tried, estimate).iteration_s)
+                    best[0] = min(best[0], simulate_block(prices, tried, estimate).iteration_s)
                 except PlannerError:
                     continue
     return best[0], seen, simulated
@@ -196,7 +191,9 @@ def compare_case(seed: int) -> dict[str, Any]:
     """Relative gap of the search to the best of all 1F1B plans on a random cluster (negative: the search is better)."""
     cluster, model = random_case(seed)
     estimator = estimator_of(cluster, model)
-    outcome = search_auto(estimator, Goal(schedules=("1f1b",)))
+    goal = Goal(schedules=("1f1b",))
+    outcome = search("auto", estimator, goal)
+    found_s = value_of(outcome, goal)
     row: dict[str, Any] = {
         "seed": seed,
         "gpus": " + ".join(f"{n.quota} {n.gpu}" for n in cluster.nodes),
@@ -210,20 +207,20 @@ def compare_case(seed: int) -> dict[str, Any]:
                 c
                 for b in model.batch_sizes
                 for c in all_plans(estimator, Candidate((), b), [1e9])
-                if (e := estimator.estimate(c)) and estimator.fits(e)
+                if (e := estimator.running(c.gpus()).estimate(c)) and estimator.fits(e)
             ),
             None,
         )
         return {**row, "gap": 0.0 if found is None else float("inf"), "iteration_s": None}
     started = time.process_time()
-    best, seen, simulated = brute_force(estimator, outcome.best.iteration_s)
+    best, seen, simulated = brute_force(estimator, found_s)
     return {
         **row,
-        "iteration_s": outcome.best.iteration_s,
+        "iteration_s": found_s,
         "brute_force_s": best,
         "plans": seen,
         "simulated": simulated,
-        "gap": outcome.best.iteration_s / best - 1,
+        "gap": found_s / best - 1,
         "brute_force_cpu_s": time.process_time() - started,
     }
 
@@ -239,8 +236,7 @@ SEARCH_BARS_S = {
 
 def measured(name: str, cluster: Cluster, global_batch_size: int = 2048) -> Estimator:
     """An estimator with the published layer times."""
-    model = reference_model(name, global_batch_size)
-    return Estimator(cluster, model, MeasuredCosts(model, reference_profile(name), lambda gpu: catalog()[gpu]))
+    return estimator_of(cluster, reference_model(name, global_batch_size), reference_profile(name), MEGATRON_HET)
 
 
 def search_cases() -> dict[str, Estimator]:
@@ -453,6 +449,7 @@ def promised(estimator: Estimator, outcome: SearchResult) -> float | None:
         return None
     if operations_of(estimator, best.candidate) * best.candidate.blocks > MOST_OPERATIONS:
         return None
+    estimator = estimator.running(best.candidate.gpus())
     plan = build_plan(estimator, best.candidate, best.estimate)
     if waits_for_nobody(best.candidate):
         estimate = estimator.estimate(candidate_of(plan, estimator.cluster)[0])

@@ -12,10 +12,8 @@ from statistics import mean
 from typing import Any
 
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimate, Estimator
+from tools.planner.costs.estimate import Estimate, estimator_of
 from tools.planner.costs.layer import Runtime
-from tools.planner.costs.layercost import MeasuredCosts
-from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, Profile
@@ -209,14 +207,12 @@ def predict(run: MeasuredRun, runtime: Runtime) -> Estimate:
     cluster = run_cluster(run)
     pools = {node.gpu: i for i, node in enumerate(cluster.nodes)}
     model = reference_model(run.model, run.global_batch_size)
-    costs = MeasuredCosts(model, reference_profile(run.model), lambda name: catalog()[name], runtime)
     stages = []
     for layers, gpus in zip(run.layers, run.stages):
         groups = tuple(Group(pools[g], run.tp, gpus.count(g)) for g in dict.fromkeys(gpus))
         stages.append(Stage(layers, groups))
-    estimate = Estimator(cluster, model, costs, runtime).estimate(
-        Candidate(tuple(stages), run.micro_batch_size, even=True)
-    )
+    prices = estimator_of(cluster, model, reference_profile(run.model), runtime)
+    estimate = prices.estimate(Candidate(tuple(stages), run.micro_batch_size, even=True))
     assert estimate is not None, run.name
     return estimate
 

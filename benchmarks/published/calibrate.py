@@ -13,10 +13,8 @@ from typing import Any
 import yaml
 
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.estimate import estimator_of
 from tools.planner.costs.layer import MEGATRON, MEGATRON_HET, Kernels, Runtime
-from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model
 from tools.planner.inputs.model_parts import Experts
@@ -248,8 +246,7 @@ def _estimate(cluster: Cluster, model: Model, candidate: Candidate, runtime: Run
         fitting: If activations do not fit, use the fastest recomputation that fits: parts of all layers (Megatron's
             ``--recompute-modules``), or as many whole layers as necessary (``--recompute-method block``).
     """
-    costs = CatalogCosts(model, lambda name: catalog()[name], runtime)
-    estimator = Estimator(cluster, model, costs, runtime)
+    estimator = estimator_of(cluster, model, None, runtime)
     estimator.writes_plans = False  # a foreign run, which is only priced
     found = estimator.estimate(candidate)
     if found is None:

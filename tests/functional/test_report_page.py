@@ -13,8 +13,7 @@ from tests.functional.browser import Tab, browser, chromium
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.estimate import estimator_of
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.inputs.model import load_model
 from tools.planner.report.html import seconds, share, shown, size
@@ -37,9 +36,7 @@ BOX = "(selector => { const b = document.querySelector(selector).getBoundingClie
 
 def two_stages(cluster: str, model: str) -> Plan:
     """Two replicas on the A100, one RTX-3090 before them, and one RTX-3090 that stays unused."""
-    shape = load_model(model)
-    known = load_cluster(cluster)
-    estimator = Estimator(known, shape, CatalogCosts(shape, known.gpu))
+    estimator = estimator_of(load_cluster(cluster), load_model(model))
     candidate = Candidate((Stage(2, (Group(1, 1, 1),)), Stage(4, (Group(0, 1, 2),))), micro_batch_size=1)
     estimate = estimator.estimate(candidate)
     return build_plan(estimator, candidate, estimate)

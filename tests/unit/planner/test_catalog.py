@@ -15,12 +15,11 @@ from benchmarks.bad_input_cases import CLUSTER, INJECTIONS, MODEL, PLAN
 from benchmarks.published.accuracy import reference_model, reference_profile
 from benchmarks.published.calibrate import TABLES, bridge_s, fit_all, left_out, read_runs, relative_errors, runtime_of
 from megatron_het.plan import Plan
-from testing.planner_cases import cluster_of, model_of
+from testing.planner_cases import cluster_of, estimator_of, model_of
 from tests.unit.planner import eight_layers
 from tests.unit.planner.emit_plans import changed
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.catalogcost import CatalogCosts
-from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import (
     DENSE,
     EXPERTS,
@@ -146,19 +145,18 @@ def test_one_kind_without_transformer_engine_decides_for_all_ranks():
 def test_plans_are_priced_with_the_layers_of_their_own_gpus() -> None:
     """There is one estimator for each set of layers, whichever pools it was asked for first."""
     cluster, model = cluster_of(("A100-80", 1, 2, 25e9), ("V100-32", 1, 2, 25e9)), Model(**SHAPE, precision="fp16")
-    without = CatalogCosts(model, cluster.gpu, WITHOUT_TE)
-    whole = Estimator(cluster, model, without, WITHOUT_TE, follows_gpus=True)
+    whole = estimator_of(cluster, model)
     newer = whole.running([0])
     assert newer.runtime is MEGATRON_HET and whole.running([0]) is newer.running([0]) is newer
     assert newer.running([0, 1]) is newer.running([1]) is whole.running([1]) is whole
     plan, alone = Candidate((Stage(model.num_layers, (Group(0, 1, 2),)),), 1), whole.only([0])
     (found,) = in_pools(whole, [Found(plan, alone.estimate(plan))], [0])
-    assert found.estimate.iteration_s == alone.time_s(plan) < 0.99 * whole.estimate(plan).iteration_s
+    assert found.estimate.iteration_s == alone.estimate(plan).iteration_s < 0.99 * whole.estimate(plan).iteration_s
     found = search("auto", whole, Goal("cost", schedules=("1f1b",))).found  # with plans of each part of the cluster
     kinds = {tuple(f.candidate.gpus()) for f in found}
     assert (0,) in kinds and len(kinds) > 1
     assert all(f.estimate == whole.running(f.candidate.gpus()).estimate(f.candidate) for f in found)
-    fixed = Estimator(cluster, model, without, WITHOUT_TE)
+    fixed = estimator_of(cluster, model, None, WITHOUT_TE)
     assert fixed.running([0]) is fixed
 
 

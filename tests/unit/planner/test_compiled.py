@@ -18,13 +18,11 @@ from megatron_het.schedule.simulate import simulate
 from testing.planner_cases import estimator_of, random_pool
 from tools.planner.costs import plain
 from tools.planner.costs.candidate import Candidate, Group
-from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.plain import Wiring, makespan_s, pipelines_s
 from tools.planner.costs.schedules import SCHEDULES, base, pipelines
 from tools.planner.errors import PlannerError
-from tools.planner.inputs.catalog import catalog
 from tools.planner.search.balance import balance
 from tools.planner.search.candidate_cache import _ROW, divide, stages_s
 
@@ -207,9 +205,8 @@ def test_closed_form_is_that_of_python(built, monkeypatch, in_turn):
         cluster, model = random_pool(seed, "vocabulary" if seed == 7 else "dense")
         nodes = [n.model_copy(update={"network_bytes_per_s": n.network_bytes_per_s / slower}) for n in cluster.nodes]
         cluster = cluster.model_copy(update={"nodes": tuple(nodes)})
-        costs = CatalogCosts(model, lambda name: catalog()[name])
         runtime = replace(MEGATRON_HET, transfers_in_turn=in_turn)
-        mine, theirs = (Estimator(cluster, model, costs, runtime) for _ in range(2))
+        mine, theirs = (estimator_of(cluster, model, None, runtime) for _ in range(2))
         for candidate in some_candidates(mine, rng):
             with monkeypatch.context() as context:
                 for module in (base, pipelines):

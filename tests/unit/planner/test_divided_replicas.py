@@ -23,7 +23,6 @@ from tools.planner.inputs.model_parts import Experts, Mamba
 from tools.planner.replay.measured import DeviceTimes, Times, Watched
 from tools.planner.replay.measured import Found as WatchFound
 from tools.planner.replay.replan import correct, predicted_s
-from tools.planner.replay.replan import estimator_of as replan_estimator
 
 
 def estimator(**changes: object) -> Estimator:
@@ -205,7 +204,7 @@ def test_a_slow_link_between_parts_shows() -> None:
         estimator_of(cluster_of(kind, ("A100-40", 1, 8, 400e9)), two_kinds().model) for kind in reversed(kinds)
     )
     candidate = Candidate(stages(shared((0, 2), (1, 1))), 1, cp=2)
-    assert slow.time_s(candidate) > 1.5 * fast.time_s(candidate)
+    assert slow.estimate(candidate).iteration_s > 1.5 * fast.estimate(candidate).iteration_s
 
 
 def test_parts_between_which_bytes_have_a_price_are_not_priced() -> None:
@@ -245,7 +244,7 @@ def test_a_run_of_replicas_of_two_kinds_is_planned_again(slow: float) -> None:
     kinds = [replica.devices for replica in found.plan.stages[0].replicas]
     ending = " slow 1" if slow > 1 else ""
     assert kinds == [("H100-SXM", "A100-40"), (f"H100-SXM{ending}", f"A100-40{ending}")]
-    again = replan_estimator(found, prices.model, prices.runtime)
+    again = estimator_of(found.cluster, prices.model, found.profile, prices.runtime)
     assert predicted_s(again, found.plan) == pytest.approx(slow * seconds, rel=0.1)
 
 

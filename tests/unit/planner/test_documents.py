@@ -11,6 +11,7 @@ from tests.unit.planner import eight_layers
 from tools.planner.costs.build import as_said, build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import Spread
 from tools.planner.costs.schedules.pipelines import SlimPipe
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.errors import PlannerError
@@ -62,9 +63,9 @@ def test_context_parallel_ranks_send_what_sees_keys_of_others(monkeypatch: pytes
     assert model(attention_window=257, windowed_layers=1.0).shared(2, 1).sent == pytest.approx(2 * 256 / LENGTH)
     # A slice sees those before it, of which both ranks have parts.
     assert model(document_lengths=(LENGTH,)).shared(2, 4).sent == pytest.approx((0.75 + 3) / 4)
-    few = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
+    few = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", Spread(2))
     monkeypatch.setattr(Model, "shared", lambda *_, **__: Shared(1.0))
-    every = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", 2)
+    every = estimator(document_lengths=(1024,)).unit(0, 1, 1, "none", Spread(2))
     assert few.layer_f < every.layer_f and few.layer_b < every.layer_b
 
 

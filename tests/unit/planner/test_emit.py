@@ -241,13 +241,13 @@ def on(first: str, second: str) -> Plan:
 def test_one_kind_without_transformer_engine_gives_all_ranks_local_layers() -> None:
     flags, notes = device_arguments(on("A100-80", "V100-32"), devices("A100-80", "V100-32", "B200"), [])
     assert flags[:2] == ["--transformer-impl", "local"] and "--no-rope-fusion" in flags
-    assert "V100-32 cannot run Transformer Engine" in notes[0]
+    assert "no Transformer Engine on V100-32" in notes[0]
     assert notes[1].startswith("install PyTorch's cu126 wheels on all nodes")
     given = ["--transformer-impl", "local", "--no-rope-fusion"]
     assert not {"--transformer-impl", "--no-rope-fusion"} & {
         *device_arguments(on("V100-32", "T4"), devices("V100-32", "T4"), given)[0]
     }
-    with pytest.raises(PlannerError, match="V100-32, T4 cannot run Transformer Engine"):
+    with pytest.raises(PlannerError, match="no Transformer Engine on V100-32, T4"):
         device_arguments(on("V100-32", "T4"), devices("V100-32", "T4"), ["--moe-grouped-gemm"])
     assert device_arguments(on("A100-80", "H200"), devices("A100-80", "H200", "V100-32"), []) == ([], [])
     with pytest.raises(PlannerError, match="H200 and MI300X are of several vendors"):

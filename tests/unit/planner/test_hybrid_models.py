@@ -13,6 +13,7 @@ from tools.planner.costs.build import build_plan, check_same_model
 from tools.planner.costs.candidate import Candidate, Group, Stage, layers_at
 from tools.planner.costs.catalogcost import CatalogCosts
 from tools.planner.costs.estimate import Estimator
+from tools.planner.costs.layer import Spread
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.costs.stages import carried_bytes
 from tools.planner.emit.flags import model_arguments
@@ -180,8 +181,8 @@ def test_published_hybrid_models_are_read(name, billions, tmp_path):
     model = load_model(file, seq_length=4096, global_batch_size=8)
     assert model.parameters / 1e9 == pytest.approx(billions, rel=1e-2)
     estimator = priced(model, ("H100-SXM", 8))
-    assert estimator.unit(0, 2, 1, "none", 1, 1, 2, 1) is not None
-    assert estimator.unit(0, 1, 1, "none", 2, 1, 1, 1) is not None
+    assert estimator.unit(0, 2, 1, "none", Spread(expert_tp=2)) is not None
+    assert estimator.unit(0, 1, 1, "none", Spread(2, 1, 1)) is not None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_published_hybrid_models_are_read(name, billions, tmp_path):
 def test_ranks_that_share_sequences_send_each_other_tokens_of_recurrent_layers(symbol, more, travels):
     model = hybrid_of(f"{symbol}-*-", **more)
     estimator = priced(model, ("H100-SXM", 8))
-    one, two = (estimator.unit(0, 1, 1, "none", cp, kind=symbol) for cp in (1, 2))
+    one, two = (estimator.unit(0, 1, 1, "none", Spread(cp), symbol) for cp in (1, 2))
     moved = 4096 / 2 * travels * 2 / 2 / catalog()["H100-SXM"].collective_rate
     assert two.layer_f - moved == pytest.approx(one.layer_f / 2, rel=0.15)
     assert two.layer_f > moved and two.layer_b - moved == pytest.approx(one.layer_b / 2, rel=0.15)
@@ -202,8 +203,8 @@ def test_ranks_that_share_sequences_send_each_other_tokens_of_recurrent_layers(s
     # Ranks divide heads, and every one needs some.
     few = {"mamba": {"heads": 2, "groups": 1}} if symbol == "M" else {"delta_net": {"key_heads": 2, "value_heads": 2}}
     estimator = priced(hybrid_of(f"{symbol}-*-", **few), ("H100-SXM", 8))
-    assert estimator.unit(0, 1, 1, "none", 2, kind=symbol) is not None
-    assert estimator.unit(0, 1, 1, "none", 4, kind=symbol) is None
+    assert estimator.unit(0, 1, 1, "none", Spread(2), symbol) is not None
+    assert estimator.unit(0, 1, 1, "none", Spread(4), symbol) is None
 
 
 def test_files_with_layers_of_no_kind_are_refused():

@@ -9,8 +9,6 @@ from benchmarks.published.accuracy import reference_nodes
 from testing.planner_cases import LLAMA_8B, cluster_of, estimator_of, measured, model_of, random_case, search_cases
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layer import runtime_for
-from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.schedules import SCHEDULES
 from tools.planner.costs.simulation import block_s
 from tools.planner.costs.stages import rows_of
@@ -125,9 +123,7 @@ def test_the_best_known_plan_of_10_000_gpus_is_found():
 def of_llama(*kinds: tuple[str, int, int, float]) -> Estimator:
     """A model of the shape of Llama-3-8B at 8,192 tokens on nodes of these kinds, with the prices that users get."""
     model = model_of(**LLAMA_8B, layers=32, words=128256, tokens=8192, batch=256, distributed_optimizer=True)
-    cluster = cluster_of(*kinds)
-    runtime = runtime_for([cluster.gpu(node.gpu) for node in cluster.nodes])
-    return Estimator(cluster, model, CatalogCosts(model, cluster.gpu, runtime), runtime)
+    return estimator_of(cluster_of(*kinds), model)
 
 
 L40S_FIRST = even(Group(1, 1, 4), (3,) * 4) + even(Group(0, 2, 4), (7, 7, 6))

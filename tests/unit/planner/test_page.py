@@ -16,8 +16,7 @@ from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan, seats
 from tools.planner.costs.candidate import Candidate, Group
 from tools.planner.costs.candidate import Stage as Layers
-from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layercost import CatalogCosts
+from tools.planner.costs.estimate import estimator_of
 from tools.planner.costs.simulation import program_of
 from tools.planner.inputs.cluster import cluster_from_document
 from tools.planner.inputs.model import model_from_document
@@ -37,8 +36,7 @@ MODEL = {"name": "small", **MIDDLE, "distributed_optimizer": True}
 
 
 def estimator():
-    cluster, model = cluster_from_document(CLUSTER, "c.yaml"), model_from_document(MODEL, "m.yaml")
-    return Estimator(cluster, model, CatalogCosts(model, cluster.gpu))
+    return estimator_of(cluster_from_document(CLUSTER, "c.yaml"), model_from_document(MODEL, "m.yaml"))
 
 
 def page_of(candidate: Candidate) -> tuple[PageData, dict, Plan]:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testing.planner_cases import estimator_of
-from tests.unit.planner.emit_plans import WIDE
+from testing.planner_cases import cluster_of, estimator_of
+from tests.unit.planner.emit_plans import WIDE, make_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.layer import Spread
+from tools.planner.costs.layer import MEGATRON_HET, OTHER_GPU, PROFILED, WITHOUT_TE, Spread
 from tools.planner.costs.layercost import CatalogCosts, MeasuredCosts
 from tools.planner.costs.unit import Unit
+from tools.planner.emit.command import device_arguments
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
@@ -236,6 +237,29 @@ def costs(of: Model, *layers: LayerTiming) -> MeasuredCosts:
     ends = [timing(kind, 1e-4, tp=tp) for kind in ("embedding", "head") for tp in {t.tp for t in layers}]
     profile = Profile(of.profiled, [DeviceProfile(GPU, 40 << 30, 8, [*ends, *layers])])
     return MeasuredCosts(of, profile, Cluster(nodes=(NodeGroup(gpu=GPU, count=1, gpus_per_node=8),)).gpu)
+
+
+@pytest.mark.parametrize("has_te", [True, False])
+def test_a_plan_is_priced_with_the_layers_that_emit_writes(has_te: bool) -> None:
+    """Measured times hold for the measured layers: of Transformer Engine, or Megatron's own beside a V100."""
+    of, cluster = model(precision="fp16"), cluster_of((GPU, 1, 8, 25e9), ("V100-32", 1, 8, 25e9))
+    layers = [timing("embedding", 1e-4), timing("layer", 10e-3), timing("head", 1e-3)]
+    measured = [DeviceProfile(gpu, 32 << 30, 8, layers, transformer_engine=has_te) for gpu in (GPU, "V100-32")]
+    profile = Profile(of.profiled, measured)
+    whole = estimator_of(cluster, of, profile)
+    alone, mixed = whole.running([0]), whole.running([0, 1])
+    assert (alone.runtime, mixed.runtime) == (MEGATRON_HET if has_te else WITHOUT_TE, WITHOUT_TE)
+    times = [prices.unit(pool, 1, 1, "none").layer_f for prices, pool in ((alone, 0), (mixed, 0), (mixed, 1))]
+    theirs = [
+        CatalogCosts(of, cluster.gpu, runtime).cost(GPU, "layer", 1, 1, "none").forward_s
+        for runtime in (WITHOUT_TE, MEGATRON_HET)
+    ]
+    assert times == pytest.approx([10e-3, 10e-3 * theirs[0] / theirs[1] if has_te else 10e-3, 10e-3])
+    errors = [prices.costs.uncertainty_of([GPU], False) for prices in (alone, mixed)]
+    assert errors == [PROFILED, OTHER_GPU if has_te else PROFILED]
+    made = make_plan(((8,), [((0,), (0, 1, 2, 3), GPU)]))
+    flags, _ = device_arguments(made, cluster.as_profiled(profile), [])
+    assert bool(flags) is not alone.runtime.fused
 
 
 def test_a_pass_has_a_cost_of_its_own() -> None:

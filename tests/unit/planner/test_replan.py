@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import load_plan, save_plan
-from testing.planner_cases import processors
+from testing.planner_cases import estimator_of, processors
 from tests.unit.planner import watched_runs as runs
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
@@ -18,7 +18,7 @@ from tools.planner.inputs.profile_schema import load_profile, save_profile
 from tools.planner.replay import policies
 from tools.planner.replay.command import _tables, limited
 from tools.planner.replay.measured import DeviceTimes, Times, find_files, load_watched
-from tools.planner.replay.replan import _factors, correct, estimator_of, predicted_s, replan
+from tools.planner.replay.replan import _factors, correct, predicted_s, replan
 from tools.planner.report.tables import say
 from tools.planner.search.outcome import Goal, file_text
 
@@ -40,7 +40,7 @@ def test_a_slow_device_gets_less_work_and_the_gain_is_what_the_plans_take(tmp_pa
     assert found.pays_after == pytest.approx(30.0 / saved_s, abs=1)
     assert 1 < found.pays_after < 1000
     # What is promised is the price of the plan on the corrected cluster.
-    estimator = estimator_of(found.corrected, runs.MODEL, runs.CPU_GLOO)
+    estimator = estimator_of(found.corrected.cluster, runs.MODEL, found.corrected.profile, runs.CPU_GLOO)
     assert predicted_s(estimator, found.plan) == pytest.approx(found.after_s, rel=1e-6)
 
 

@@ -20,10 +20,12 @@ from testing.planner_cases import (
     model_of,
     random_case,
     random_pool,
+    value_of,
     with_catalog,
     without_one,
 )
 from tools.planner.costs.build import build_plan, candidate_of, seats
+from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.simulation import others_busy, simulate_beside
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model
@@ -47,7 +49,6 @@ def test_as_good_as_brute_force(seed):
 @SETTINGS
 def test_one_more_gpu_is_never_worse(seed):
     cluster, model = random_case(seed, largest=6)
-    before = search_auto(estimator_of(cluster, model), ONE).best
     extra = NodeGroup(
         gpu=random.Random(seed).choice(["A100-40", "T4", "V100-16"]),
         count=1,
@@ -55,9 +56,8 @@ def test_one_more_gpu_is_never_worse(seed):
         zone="lab-a",
         network_bytes_per_s=min(n.network_bytes_per_s for n in cluster.nodes),
     )
-    after = search_auto(estimator_of(Cluster(nodes=(*cluster.nodes, extra)), model), ONE).best
-    if before is not None:
-        assert after.iteration_s <= before.iteration_s * (1 + 1e-6)
+    before, after = (best_value(nodes, model, ONE) for nodes in (cluster.nodes, (*cluster.nodes, extra)))
+    assert after <= before * (1 + 1e-6)
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["throughput", "cost"]), st.integers(1, 8), st.floats(0.5, 3.0))
@@ -99,13 +99,13 @@ def test_every_method_makes_runnable_plans(method):
     """Plans pass all checks of the plan's schema, and reading them back gives the same candidate."""
     cluster, model = zoned()
     estimator = estimator_of(cluster, model)
-    outcome = search(method, estimator, Goal(schedules=("1f1b",)))
-    plan = build_plan(estimator, outcome.best.candidate, outcome.best.estimate)
+    outcome = search(method, estimator, ONE)
+    prices = estimator.running(outcome.best.candidate.gpus())
+    plan = build_plan(prices, outcome.best.candidate, outcome.best.estimate)
     again, _ = candidate_of(plan, cluster)
     assert [s.layers for s in again.stages] == [s.layers for s in outcome.best.candidate.stages]
     assert again.world_size == outcome.best.candidate.world_size
-    best = search_auto(estimator, Goal(schedules=("1f1b",))).best
-    assert best.iteration_s <= outcome.best.iteration_s * 1.0001
+    assert value_of(search("auto", estimator, ONE), ONE) <= outcome.best.iteration_s * 1.0001
 
 
 def test_sailor_keeps_data_parallelism_in_a_region():
@@ -201,9 +201,8 @@ def test_auto_is_never_worse_than_a_published_method(seed, method, objective, sh
     model = model.model_copy(update={"distributed_optimizer": sharded, "recompute": ("none", "full")})
     estimator, goal = estimator_of(cluster, model), Goal(objective)
     theirs = [f for f in search(method, estimator, goal).found if f.runnable]
-    mine = search_auto(estimator, goal).best
     if theirs:
-        assert mine.value(goal) <= theirs[0].value(goal) * (1 + 1e-9)
+        assert value_of(search("auto", estimator, goal), goal) <= theirs[0].value(goal) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -288,16 +287,17 @@ def small_pool(seed: int) -> tuple[Cluster, Model]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
 def test_more_schedules_kinds_and_nodes_are_never_worse(seed):
     cluster, model = small_pool(seed)
-    best = search_auto(estimator_of(cluster, model), Goal(), effort=EFFORT).best
+    whole = estimator_of(cluster, model, None, MEGATRON_HET)
+    best = search_auto(whole, Goal(), effort=EFFORT).best
     if best is None:
         return
-    fewer = search_auto(estimator_of(cluster, model), FEWER, effort=EFFORT).best
+    fewer = search_auto(whole, FEWER, effort=EFFORT).best
     assert fewer is None or best.iteration_s <= TOLERANCE * fewer.iteration_s
     for i, node in enumerate(cluster.nodes):
         less = tuple(n.model_copy(update={"count": n.count - (i == j)}) for j, n in enumerate(cluster.nodes))
-        smaller = search_auto(estimator_of(Cluster(nodes=less), model), Goal(), effort=EFFORT).best
+        smaller = search_auto(whole.on(Cluster(nodes=less)), Goal(), effort=EFFORT).best
         assert smaller is None or best.iteration_s <= TOLERANCE * smaller.iteration_s
-        alone = search_auto(estimator_of(Cluster(nodes=(node,)), model), Goal(), effort=EFFORT).best
+        alone = search_auto(whole.on(Cluster(nodes=(node,))), Goal(), effort=EFFORT).best
         assert alone is None or best.iteration_s <= TOLERANCE * alone.iteration_s
 
 

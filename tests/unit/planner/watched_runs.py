@@ -12,11 +12,10 @@ from megatron_het.plan import Plan
 from megatron_het.report import TIMED
 from megatron_het.schedule.cost import durations
 from megatron_het.schedule.graph import Graph
-from testing.planner_cases import model_of, processors
+from testing.planner_cases import estimator_of, model_of, processors
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import CPU_GLOO
-from tools.planner.costs.layercost import MeasuredCosts
 from tools.planner.costs.simulation import simulate_candidate
 from tools.planner.inputs.profile_schema import DeviceProfile, LayerTiming, LinkProfile, Profile, ProfiledModel
 from tools.planner.replay.measured import Watched, load_watched
@@ -41,8 +40,7 @@ def profile(latency_s: float = 1e-4) -> Profile:
 
 
 def estimator(nodes: int = 2) -> Estimator:
-    made = processors(nodes)
-    return Estimator(made, MODEL, MeasuredCosts(MODEL, profile(), made.gpu, CPU_GLOO), CPU_GLOO)
+    return estimator_of(processors(nodes), MODEL, profile(), CPU_GLOO)
 
 
 def pipeline(*layers: int) -> Plan:

@@ -26,7 +26,7 @@ from ..errors import PlannerError, command, plan_errors
 from ..inputs.cluster import Cluster, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.model import Model, model_of
-from ..inputs.packing import seat_replicas
+from ..inputs.packing import seat_replicas, strayed
 from ..report.analysis import alternatives, binding, comparison, complete, one_more_node, row_of
 from ..report.tables import (
     DATASHEETS,
@@ -288,6 +288,7 @@ def load(options: argparse.Namespace) -> tuple[Estimator, Any]:
 def priced(estimator: Estimator, made: Any, options: argparse.Namespace) -> tuple[Candidate, Estimate, Any]:
     """Returns a plan as a candidate on the cluster, with its estimate and the nodes of its ranks."""
     candidate, seated = candidate_of(made, estimator.cluster, options.plan)
+    sys.stderr.writelines(f"{options.plan}: {note}\n" for note in strayed(made, seated))
     candidate = as_said(estimator, candidate, made)
     estimate = estimator.estimate(candidate)
     if estimate is None:

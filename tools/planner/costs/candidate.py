@@ -425,6 +425,7 @@ class StageTimes:
     sync_s: float = 0.0
     update_s: float = 0.0
     parameters: tuple[float, ...] = ()  # of one rank of each kind of replica
+    scattered: bool = False  # replicas are on several nodes, even if one could hold them
     in_flight: tuple[int, ...] = ()  # microbatches that each kind of replica may hold
     memory: tuple[GroupMemory, ...] = ()  # of one rank of each kind of replica
     fullest: float = 0.0  # largest share of a rank's memory that is used
@@ -448,6 +449,13 @@ class StageTimes:
         """The kind of replica that computes longest."""
         times = [(f + b) * k for f, b, k in zip(self.replica_f, self.replica_b, self.microbatches)]
         return times.index(max(times))
+
+
+class Line(NamedTuple):
+    """The stages of a pipeline."""
+
+    stages: Sequence[StageTimes]
+    transfers: Sequence[float]  # seconds of one transfer over each boundary
 
 
 class Pipeline(NamedTuple):

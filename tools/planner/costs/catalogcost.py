@@ -155,6 +155,9 @@ SUM_BYTES = 12.0  # adding two fp32 numbers reads both and writes one
 class CatalogCosts:
     """Times from datasheets and the constants of a runtime's kernels."""
 
+    profile: None = None
+    file = ""
+
     def __init__(self, model: Model, gpu: Callable[[str], Gpu], runtime: Runtime = MEGATRON_HET) -> None:
         self.model, self.gpu, self.runtime = model, gpu, runtime
         self.cost = cache(self.cost)  # type: ignore[method-assign]

@@ -5,30 +5,32 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 from megatron_het.plan.validate import most_chunks
 
 from ..errors import PlannerError
 from ..inputs.cluster import Cluster
+from ..inputs.model import Model
+from ..inputs.profile_schema import Profile
 from .candidate import (
     Candidate,
     Estimate,
     Group,
     GroupMemory,
+    Line,
     Pipeline,
     StageTimes,
     allocate,
     divided_alike,
     rank_parameters,
 )
-from .catalogcost import CatalogCosts
 from .layer import Runtime, Uncertainty, runtime_for
+from .layercost import costs_of
 from .operating import OperatingPoints
 from .schedules import schedule_of
 from .stages import remember_memory, stages_of
-
-INFEASIBLE = float("inf")
 
 # The closed forms behind ``Estimator.estimate``: time and price.
 
@@ -76,9 +78,7 @@ def _pool_shares(candidate: Candidate, stage: StageTimes, groups: tuple[Group, .
     return out
 
 
-def evaluate(
-    estimator: OperatingPoints, candidate: Candidate, most_s: float = INFEASIBLE
-) -> Estimate | Literal[False] | None:
+def evaluate(estimator: OperatingPoints, candidate: Candidate, most_s: float = inf) -> Estimate | Literal[False] | None:
     """See ``Estimator.estimate``; False where that is certainly more than ``most_s``."""
     model = estimator.model
     if not candidate.stages or (model.global_batch_size % candidate.micro_batch_size and not candidate.sizes):
@@ -99,12 +99,13 @@ def evaluate(
     stages = stages_of(estimator, candidate, blocks, total, transfers)
     if stages is None:
         return None
-    pipeline = _pipeline(estimator, candidate, stages, transfers, total)
+    line = Line(stages, transfers)
+    pipeline = _pipeline(estimator, candidate, line, total)
     pipe_s, busy_s, bottleneck, gather_s, _ = pipeline
     if pipe_s + estimator.runtime.iteration_s > most_s:
         return False
     remember_memory(estimator, candidate, stages)
-    ends = schedule_of(candidate).ends(estimator, candidate, stages, transfers, pipeline)
+    ends = schedule_of(candidate).ends(estimator, candidate, line, pipeline)
     tail_s = max([end + stage.sync_s + stage.update_s for end, stage in zip(ends, stages)])
     sync_s = max([stage.sync_s for stage in stages])
     iteration_s = max(pipe_s, tail_s) + estimator.runtime.iteration_s
@@ -129,19 +130,17 @@ def evaluate(
     )
 
 
-def _pipeline(
-    estimator: OperatingPoints, candidate: Candidate, stages: list[StageTimes], transfers: list[float], total: int
-) -> Pipeline:
+def _pipeline(estimator: OperatingPoints, candidate: Candidate, line: Line, total: int) -> Pipeline:
     """The time of the pipeline."""
-    schedule = schedule_of(candidate)
+    schedule, stages = schedule_of(candidate), line.stages
     mixed = max([len(stage.units) for stage in stages]) > 1 and not schedule.shards_parameters
     apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
     # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
-    lines: list[tuple[list[StageTimes], list[float]]] = [] if apart else [(stages, transfers)]
+    lines = [] if apart else [line]
     for i, kind in enumerate(zip(*[s.groups for s in candidate.stages]) if apart else ()):
         ways = estimator.ways_s([(group,) for group in kind], candidate.micro_batch_size, candidate.cp)
-        lines.append(([_only_kind(stage, i) for stage in stages], ways))
-    found = max([schedule.pipeline(estimator, candidate, *line, total) for line in lines])
+        lines.append(Line([_only_kind(stage, i) for stage in stages], ways))
+    found = max([schedule.pipeline(estimator, candidate, own, total) for own in lines])
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found
@@ -154,7 +153,7 @@ def _only_kind(stage: StageTimes, i: int) -> StageTimes:
     return replace(one, counts=[stage.counts[i]], in_flight=held, forward_s=f, backward_s=b)
 
 
-__all__ = ["INFEASIBLE", "Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]
+__all__ = ["Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]
 
 
 class Estimator(OperatingPoints):
@@ -188,7 +187,8 @@ class Estimator(OperatingPoints):
             pools: None: all.
         """
         costs, runtime = self.costs, self._runtime_on(cluster, range(len(cluster.nodes)) if pools is None else pools)
-        costs = costs if runtime == self.runtime else CatalogCosts(self.model, cluster.gpu, runtime)
+        if runtime != self.runtime:
+            costs = costs_of(self.model, cluster.gpu, runtime, costs.profile, costs.file)
         return Estimator(cluster, self.model, costs, runtime, self.memory_margin, self.follows_gpus)
 
     def running(self, pools: Collection[int]) -> "Estimator":
@@ -203,11 +203,6 @@ class Estimator(OperatingPoints):
     def _runtime_on(self, cluster: Cluster, pools: Iterable[int]) -> Runtime:
         gpus = (cluster.gpu(cluster.nodes[pool].gpu) for pool in pools)
         return runtime_for(gpus) if self.follows_gpus else self.runtime
-
-    def time_s(self, candidate: Candidate) -> float:
-        """Iteration time, infinite when the candidate does not fit or cannot be run."""
-        found = self.estimate(candidate)
-        return INFEASIBLE if found is None or not self.fits(found) else found.iteration_s
 
     def may_hold(self, limits: Sequence[int]) -> bool:
         """Whether ``limits`` GPUs of each pool may hold one copy of parameters, gradients and optimizer state."""
@@ -249,7 +244,7 @@ class Estimator(OperatingPoints):
         limits = ((pool, held, self.host_limits[pool]) for pool, held in self.host_memory(estimate))
         return [(pool, held, limit) for pool, held, limit in limits if held > limit]
 
-    def estimate(self, candidate: Candidate, most_s: float = INFEASIBLE) -> Estimate | None:
+    def estimate(self, candidate: Candidate, most_s: float = inf) -> Estimate | None:
         """The closed form; None when a replica has no figures, layers or microbatch, or the plan too many passes.
 
         Args:
@@ -266,3 +261,23 @@ class Estimator(OperatingPoints):
     def uncertainty(self, candidate: Candidate) -> Uncertainty:
         """Expected relative error of a candidate's time, from published runs of such plans."""
         return self.costs.uncertainty_of({self.cluster.nodes[p].gpu for p in candidate.gpus()}, candidate.slices > 1)
+
+
+def estimator_of(
+    cluster: Cluster,
+    model: Model,
+    profile: Profile | None = None,
+    runtime: Runtime | None = None,
+    memory_margin: float = 0.95,
+    file: str = "profile",
+) -> Estimator:
+    """Returns the estimator of a command, with the prices of the catalog or of a profile.
+
+    Args:
+        runtime: Of all plans; None: the GPUs of a plan choose its layers.
+        file: Name of the profile in errors.
+    """
+    cluster = cluster.as_profiled(profile)
+    whole = runtime or runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
+    costs = costs_of(model, cluster.gpu, whole, profile, file)
+    return Estimator(cluster, model, costs, whole, memory_margin, follows_gpus=runtime is None)

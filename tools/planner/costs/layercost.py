@@ -9,14 +9,16 @@ from typing import NamedTuple
 from ..errors import PlannerError
 from ..inputs.catalog import Gpu
 from ..inputs.model import Model
-from ..inputs.profile_schema import MEASURED_AS, LayerKind, LayerTiming, Profile
+from ..inputs.profile_schema import MEASURED_AS, DeviceProfile, LayerKind, LayerTiming, Profile
 from .catalogcost import CatalogCosts
 from .layer import (
     ALONE,
     GRANULARITIES,
     KINDS,
     MEGATRON_HET,
+    OTHER_GPU,
     PROFILED,
+    WITHOUT_TE,
     Counted,
     LayerCost,
     Runtime,
@@ -225,7 +227,7 @@ class MeasuredCosts:
         self.points: dict[Kind, list[LayerTiming]] = {}
         slices: dict[Kind, dict[int, list[LayerTiming]]] = {}
         for device in profile.devices:
-            for t in (t for t in device.timings if t.context_tokens == 0):
+            for t in (self._as_run(device, t) for t in device.timings if t.context_tokens == 0):
                 kind = Kind(device.kind, t.layer, t.tp, t.recompute, t.ep, t.windowed)
                 if t.slice_tokens == model.seq_length:
                     self.points.setdefault(kind, []).append(t)
@@ -240,7 +242,30 @@ class MeasuredCosts:
 
     def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
         """Returns the error of predictions from profiles, found with whole families of published runs left out."""
-        return PROFILED
+        scaled = any(self._has_other_layers(device) for device in self.profile.devices if device.kind in gpus)
+        return OTHER_GPU if scaled else PROFILED
+
+    def _has_other_layers(self, device: DeviceProfile) -> bool:
+        """Whether layers of Transformer Engine were measured, and a plan runs Megatron's own."""
+        has_them = device.transformer_engine and self.gpu(device.kind).has_transformer_engine
+        return has_them and self.runtime == WITHOUT_TE
+
+    def _as_run(self, device: DeviceProfile, t: LayerTiming) -> LayerTiming:
+        """Returns the figures of the layers that plans run, from those that were measured and the catalog's ratio."""
+        if not self._has_other_layers(device):
+            return t
+        layer: LayerKind = t.layer if t.layer in ("embedding", "head") else "layer"
+        kinds = tuple((symbol, 1) for symbol, _ in self.model.kinds if MEASURED_AS[symbol] == t.layer)
+        spread = Spread(ep=t.ep, slices=max(1, self.model.seq_length // t.slice_tokens), kinds=kinds)
+        measured, run = (
+            CatalogCosts(self.model, self.gpu, runtime).cost(
+                device.kind, layer, t.micro_batch_size, t.tp, t.recompute, spread
+            )
+            for runtime in (MEGATRON_HET, self.runtime)
+        )
+        names = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
+        found = {name: getattr(t, name) * getattr(run, name) / (getattr(measured, name) or 1.0) for name in names}
+        return replace(t, **found)
 
     def tp_sizes(self, gpu: str) -> tuple[int, ...]:
         """TP sizes with a measured layer."""
@@ -452,3 +477,10 @@ def _divided(measured: LayerCost, whole: LayerCost, part: LayerCost) -> LayerCos
 
 LayerCosts = CatalogCosts | MeasuredCosts
 """Sources of the figures of single layers."""
+
+
+def costs_of(
+    model: Model, gpu: Callable[[str], Gpu], runtime: Runtime, profile: Profile | None, file: str
+) -> LayerCosts:
+    """Returns the catalog's costs, or those of a profile."""
+    return CatalogCosts(model, gpu, runtime) if profile is None else MeasuredCosts(model, profile, gpu, runtime, file)

@@ -15,7 +15,7 @@ from ..inputs.cluster import Cluster, NodeGroup
 from ..inputs.model import Model, kinds_of
 from ..inputs.profile_schema import LinkProfile
 from .candidate import Candidate, Estimate, Group, Passes, SequencePart, StageTimes, layers_at
-from .layer import MEGATRON_HET, LayerCost, Runtime, Spread
+from .layer import ALONE, MEGATRON_HET, LayerCost, Runtime, Spread
 from .layercost import LayerCosts
 from .unit import Unit, mixed, unit_of_kinds, unit_of_parts
 
@@ -213,8 +213,7 @@ class OperatingPoints:
     ) -> None:
         self.cluster, self.model, self.costs, self.runtime = cluster, model, costs, runtime
         self.follows_gpus = follows_gpus
-        profile = getattr(costs, "profile", None)
-        self.network = Network(cluster, runtime, profile.links if profile else ())
+        self.network = Network(cluster, runtime, costs.profile.links if costs.profile else ())
         self.memory_margin = memory_margin
         self.unit = cache(self._unit)
         # known_stages, known_ways, known_loads, known_rooms, known_points: what the closed form and the balancing of
@@ -250,33 +249,20 @@ class OperatingPoints:
         return (per_hour or 0.0) / 3600.0
 
     def _unit(
-        self,
-        pool: int,
-        tp: int,
-        batch: int,
-        recompute: str,
-        cp: int = 1,
-        ep: int = 1,
-        expert_tp: int = 0,
-        slices: int = 1,
-        kind: str = "",
-        cut: bool = False,
-        portion: float = 0.0,
-        between_bytes_per_s: float | None = None,
+        self, pool: int, tp: int, batch: int, recompute: str, spread: Spread = ALONE, kind: str = ""
     ) -> Unit | None:
         """Figures of a replica kind, None where there are none; times are of all slices together.
 
         Args:
+            spread: Without the links, which the pool has.
             kind: Kind of layer of a hybrid model; empty: the mean of all.
-            cut: Whether context-parallel ranks cut documents at fixed positions.
-            portion, between_bytes_per_s: As in ``Spread``.
         """
         node = self.cluster.nodes[pool]
         network = node.network_bytes_per_s / node.gpus_per_node
-        spread = Spread(cp, ep, expert_tp, node.gpus_per_node, network, node.intra_node_bytes_per_s)
-        spread = spread._replace(slices=slices, cut=cut, portion=portion, between_bytes_per_s=between_bytes_per_s)
+        spread = spread._replace(domain=node.gpus_per_node, network_bytes_per_s=network)
+        spread = spread._replace(intra_node_bytes_per_s=node.intra_node_bytes_per_s)
         kinds = ((kind, 1),) if kind else ()
-        if any(x is not None and x.all_heads < tp * cp for x in (self.model.mamba, self.model.delta_net)):
+        if any(x is not None and x.all_heads < tp * spread.cp for x in (self.model.mamba, self.model.delta_net)):
             return None  # plans refuse it, too: ranks divide heads
         if (
             tp > node.gpus_per_node
@@ -293,7 +279,7 @@ class OperatingPoints:
             block = self.costs.cost(node.gpu, "layer", batch, tp, recompute, spread._replace(kinds=later))
         except PlannerError:
             return None
-        without = self.model.first_layers(tp, ep, spread.expert_parts(tp))
+        without = self.model.first_layers(tp, spread.ep, spread.expert_parts(tp))
         more = round(without[0] * without[1] / self.model.num_layers)  # than the mean, in a layer that has experts
         last = _with_later_tokens(self.model, replace(block, parameters=block.parameters + more), first, last, tp)
         reserved = self.runtime.reserved_bytes if self.runtime.reserved_bytes is not None else gpu.reserved_bytes
@@ -343,13 +329,9 @@ class OperatingPoints:
         if group.parts:
             units = self.units_of_parts(c, group, stage)
             return None if units is None else unit_of_parts(units)
-        if stage is not None and self.model.kinds:
-            return self._unit_of_layers(c, group, stage, group.pool)
-        if c.cp == c.ep == c.slices == 1 and group.ep < 2:
+        if c.cp == c.ep == c.slices == 1 and group.ep < 2 and not (stage is not None and self.model.kinds):
             return self.unit(group.pool, group.tp, c.micro_batch_size, c.recompute)
-        ep, expert_tp = c.cut_of(group)
-        at = group.pool, group.tp, c.micro_batch_size, c.recompute, c.cp, ep
-        return self.unit(*at, expert_tp=expert_tp, slices=c.slices, cut=c.cuts_documents)
+        return self._unit_of_layers(c, group, stage, group.pool, 0.0, None)
 
     def units_of_parts(self, candidate: Candidate, group: Group, stage: int | None = None) -> list[Unit] | None:
         """Figures of each kind of context-parallel rank (``Candidate.parts_of``) of a group with parts of its own."""
@@ -367,23 +349,19 @@ class OperatingPoints:
         return units if len(units) == len(found) else None
 
     def _unit_of_layers(
-        self,
-        candidate: Candidate,
-        group: Group,
-        stage: int | None,
-        pool: int,
-        portion: float = 0.0,
-        *rate: float | None,
+        self, candidate: Candidate, group: Group, stage: int | None, pool: int, portion: float, rate: float | None
     ) -> Unit | None:
         """Figures of a part of a replica; of a hybrid model the mean of a stage's layers, by their kinds."""
         c, (ep, expert_tp) = candidate, candidate.cut_of(group)
-        at = pool, group.tp, c.micro_batch_size, c.recompute, c.cp_of(group), ep, expert_tp, c.slices
-        mean_unit = self.unit(*at, "", c.cuts_documents, portion, *rate)
+        spread = Spread(c.cp_of(group), ep, expert_tp, slices=c.slices, cut=c.cuts_documents)
+        spread = spread._replace(portion=portion, between_bytes_per_s=rate)
+        at = pool, group.tp, c.micro_batch_size, c.recompute, spread
+        mean_unit = self.unit(*at)
         if stage is None or not self.model.kinds or mean_unit is None:
             return mean_unit
         kinds, chunks = [], layers_at(c, self.model.pattern)[stage]
         for kind in sorted(set("".join(chunks))):
-            unit = self.unit(*at, kind, c.cuts_documents, portion, *rate)
+            unit = self.unit(*at, kind)
             if unit is None:
                 return None
             kinds.append((unit, tuple(chunk.count(kind) for chunk in chunks)))
@@ -410,6 +388,19 @@ class OperatingPoints:
                     out[i] = self._way_s(stages[i], stages[i + 1], used, size, cp)
                 for pool, tp, count, *_ in stages[i]:
                     used[pool] = used.get(pool, 0) + cp * tp * count
+        return out
+
+    def straddling(self, stages: Sequence[tuple[int, tuple[Group, ...]]], cp: int) -> list[bool]:
+        """Whether each stage's replicas are on several nodes though one could hold them; nodes are filled in order."""
+        used: dict[int, int] = {}
+        out = []
+        for _, groups in stages:
+            (pool, tp, count, *_), is_one, gpus = groups[0], True, 0
+            for other, tp, count, *_ in groups:
+                gpus, is_one = gpus + cp * tp * count, is_one and other == pool
+                used[other] = used.get(other, 0) + cp * tp * count
+            per_node = self.cluster.nodes[pool].gpus_per_node
+            out.append(is_one and (used[pool] - gpus) // per_node != (used[pool] - 1) // per_node and gpus <= per_node)
         return out
 
     def around_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> float:

@@ -1,7 +1,9 @@
 """Whole iterations through the schedule simulator: the final word on a plan."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -29,197 +31,236 @@ from .schedules.ministage import moves_s
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
 from .unit import Unit
 
-# Times of the operations of a plan's features on every device, for the simulation of its real program.
-
-
 Device = tuple[int, Group, Unit]  # (stage, kind of replica, its figures)
-
-
-def figures_of(estimator: Estimator, whole: Candidate, devices: Sequence[Device]) -> Figures:
-    """Figures per device.
-
-    Args:
-        whole: Determines the replicas over which parameters are gathered and gradients reduced.
-    """
-    model, batch = estimator.model, whole.micro_batch_size
-    element = float(model.element_bytes)
-    moved = []
-    for s, stage in enumerate(whole.stages):
-        units = [estimator.unit_of(whole, g, s) for g in stage.groups]
-        moved.append(moves_s(estimator, whole, [rank_parameters(whole, u, s) for u in units if u is not None], s))
-    # Replicas of one TP size share a copy of the state.
-    shards = [
-        {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
-        for ranks in (whole.reducing(s) for s in range(len(whole.stages)))
-    ]
-    kinds = [
-        [estimator.cluster.gpu(estimator.cluster.nodes[p.pool].gpu) for p, _ in whole.parts_of(g)]
-        for _, g, _ in devices
-    ]
-    host = [min(gpu.host_bytes_per_s for gpu in of) for of in kinds]
-    # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
-    length = model.seq_length
-    share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
-    attending = [attention_layers(model, whole, s) for s in range(len(whole.stages))]
-    if model.kinds:  # of a layer with attention, and not of the mean of all
-        share *= model.num_layers / max(1, sum(attending))
-    means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
-    tokens = [float(batch * length) * max(portion for _, portion in whole.parts_of(g)) for _, g, _ in devices]
-    return Figures(
-        gather_s=tuple(moved[s][0] for s, _, _ in devices),
-        reduce_s=tuple(moved[s][1] for s, _, _ in devices),
-        host_copy_s=tuple(
-            rank_parameters(whole, u, s) * element / shards[s][g.tp] / speed
-            for (s, g, u), speed in zip(devices, host, strict=True)
-        ),
-        host_bytes_per_s=tuple(host),
-        embedding_forward_s=tuple(u.embedding_f for _, _, u in devices),
-        embedding_backward_s=tuple(u.embedding_b for _, _, u in devices),
-        head_forward_s=tuple(u.head_f for _, _, u in devices),
-        head_backward_s=tuple(u.head_b for _, _, u in devices),
-        head_bytes=tuple(u.head_bytes for _, _, u in devices),
-        attention_forward_s=tuple(share * u.layer_f for u in means if u is not None),
-        attention_backward_s=tuple(share * u.layer_b for u in means if u is not None),
-        kv_bytes=tuple(2 * n * model.kv_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)),
-        query_bytes=tuple(
-            2 * n * model.hidden_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)
-        ),
-    )
-
-
 Seats = list[list[list[Seat]]]  # of every rank, by stage and replica
-
-
-def devices_of(estimator: Estimator, candidate: Candidate, plan: Plan, seated: Seats) -> list[Device]:
-    """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
-    known: dict[tuple[int, Group, tuple[int, ...]], Device] = {}
-
-    def device(s: int, g: Group, own: tuple[int, ...]) -> Device:
-        unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g, s)
-        assert unit is not None
-        return s, g, unit
-
-    passes = passes_of_plan(plan) if candidate.sizes else []
-    out = []
-    for s, (stage, row) in enumerate(zip(plan.stages, seated, strict=True)):
-        for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
-            kind = s, replica_group(replica, mine, candidate.cp, stage), passes[q] if passes else ()
-            out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
-    return out
-
-
 Rows = list[tuple[float, ...]]  # a figure of every device and chunk
 
 
-def _passes(
-    estimator: Estimator, whole: Candidate, candidate: Candidate, plan: Plan, devices: list[Device]
-) -> tuple[Rows, Rows, Rows]:
-    """Seconds of forwards and backwards, and bytes of activations, by device and chunk."""
-    last = candidate.head_stage
-    least: dict[int, tuple[float, float]] = {}
-    if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
-        for s, its in enumerate(whole.stages):
-            units = [estimator.unit_of(whole, g, s) for g in its.groups]
-            least[s] = sharding_s(estimator, whole, units, s)  # type: ignore[arg-type]
-    known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
+@dataclass(frozen=True)
+class _Placed:
+    """A plan, or a part of one, on nodes, with its costs.
 
-    def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
-        layers = plan.stages[s].layers
-        f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
-        a = u.of_chunks("layer_bytes", layers)
-        if s == 0:
-            a[0] += u.embedding_bytes
-        if s in least:
-            f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
-        return tuple(f), tuple(b), tuple(a)
-
-    found = [known.get((s, g, id(u))) or known.setdefault((s, g, id(u)), rows(s, u)) for s, g, u in devices]
-    forward, backward, kept = (list(column) for column in zip(*found, strict=True))
-    return forward, backward, kept
-
-
-def costs_of(
-    estimator: Estimator,
-    whole: Candidate,
-    candidate: Candidate,
-    estimate: Estimate,
-    plan: Plan,
-    seated: Seats,
-    parts: Parts = (),
-) -> Costs:
-    """The simulator's costs, from the same per-layer figures as the closed form.
-
-    Args:
-        whole: Determines gradient reduction and memory.
+    Attributes:
+        whole: Determines gradient reduction, gathers of parameters and memory.
         candidate: The simulated candidate: the whole or one block of it.
         seated: Nodes of the plan's ranks, in the plan's order of replicas.
-        parts: Keys that slices see; empty for the mean of all documents.
     """
-    size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
-    devices = devices_of(estimator, candidate, plan, seated)
-    flat = [replica for stage in seated for replica in stage]
-    tails = stage_tails(estimator, whole, _scattered(estimator, whole, seated))
-    last = candidate.head_stage
 
-    def price(a: Group, b: Group, local: bool) -> Link:
-        seconds = estimator.hand_over_s(a, b, size, candidate.cp, local)
-        fixed = min(seconds, estimator.runtime.transfer_latency_s)
-        return Link(fixed, size / max(seconds - fixed, 1e-12))
+    estimator: Estimator
+    whole: Candidate
+    candidate: Candidate
+    estimate: Estimate
+    plan: Plan
+    seated: Seats
 
-    # Parts of their own are in one node only where all are.
-    places = [tuple(seat.host for seat in mine) if g.parts else mine[0].host for (_, g, _), mine in zip(devices, flat)]
-    by_group = {
-        # The part whose activations fill its GPU most, as in the figures of a replica.
-        (s, g._replace(count=1, ep=whole.cut_of(g)[0])): (
-            g,
-            max(of, key=lambda m: m.activation_bytes / m.capacity_bytes),
-        )
-        for s, stage in enumerate(whole.stages)
-        for g, of in zip(stage.groups, estimate.memory_of(whole, s), strict=True)
-    }
-    groups, memories = zip(*[by_group[s, g] for s, g, _ in devices])
-    routes = [[replica.microbatches for replica in stage.replicas] for stage in plan.stages]
-    stage_of = [] if all(mine == routes[0] for mine in routes) else [s for s, _, _ in devices]
-    link = Wiring(groups, places, price, stage_of)
-    forward, backward, kept = _passes(estimator, whole, candidate, plan, devices)
-    attention: list[Rows] = [[], []]
-    if candidate.slices > 1:  # a later slice attends to more keys
-        attention = [
-            [tuple(u.of_chunks(name, plan.stages[s].layers)) for s, _, u in devices]
-            for name in ("attention_f", "attention_b")
+    @cached_property
+    def devices(self) -> list[Device]:
+        """The replicas in the plan's order, with their figures; replicas of a kind share one entry."""
+        estimator, candidate, plan = self.estimator, self.candidate, self.plan
+        known: dict[tuple[int, Group, tuple[int, ...]], Device] = {}
+
+        def device(s: int, g: Group, own: tuple[int, ...]) -> Device:
+            unit = unit_of_device(estimator, candidate, g, own) if own else estimator.unit_of(candidate, g, s)
+            assert unit is not None
+            return s, g, unit
+
+        passes = passes_of_plan(plan) if candidate.sizes else []
+        out = []
+        for s, (stage, row) in enumerate(zip(plan.stages, self.seated, strict=True)):
+            for q, (replica, mine) in enumerate(zip(stage.replicas, row, strict=True)):
+                kind = s, replica_group(replica, mine, candidate.cp, stage), passes[q] if passes else ()
+                out.append(known.get(kind) or known.setdefault(kind, device(*kind)))
+        return out
+
+    @cached_property
+    def scattered(self) -> list[int]:
+        """Stages whose replicas are on several nodes; ``seated`` may be of one of the plan's pipelines."""
+        estimator, whole, seated = self.estimator, self.whole, self.seated
+        if [len(row) for row in seated] != [sum(g.count for g in stage.groups) for stage in whole.stages]:
+            seated = seats(estimator.cluster, whole.stages, whole.cp) or seated
+        return [s for s, row in enumerate(seated) if len({seat.host for mine in row for seat in mine}) > 1]
+
+    def _figures(self) -> Figures:
+        """Times of the operations of the plan's features on every device, for the simulation of its real program."""
+        estimator, whole, devices = self.estimator, self.whole, self.devices
+        model, batch = estimator.model, whole.micro_batch_size
+        element = float(model.element_bytes)
+        moved = []
+        for s, stage in enumerate(whole.stages):
+            units = [estimator.unit_of(whole, g, s) for g in stage.groups]
+            counts = [rank_parameters(whole, u, s) for u in units if u is not None]
+            moved.append(moves_s(estimator, whole, counts, s, s in self.scattered))
+        # Replicas of one TP size share a copy of the state.
+        shards = [
+            {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
+            for ranks in (whole.reducing(s) for s in range(len(whole.stages)))
         ]
-        forward, backward = (  # without attention, whose time depends on the slice
-            [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(*rows)]
-            for rows in zip((forward, backward), attention, strict=True)
+        kinds = [
+            [estimator.cluster.gpu(estimator.cluster.nodes[p.pool].gpu) for p, _ in whole.parts_of(g)]
+            for _, g, _ in devices
+        ]
+        host = [min(gpu.host_bytes_per_s for gpu in of) for of in kinds]
+        # Figures of a layer are not measured apart from its attention: by operations, causal attention once.
+        length = model.seq_length
+        share = 1 - model.layer_flops(length, 0) / model.layer_flops(length)
+        attending = [attention_layers(model, whole, s) for s in range(len(whole.stages))]
+        if model.kinds:  # of a layer with attention, and not of the mean of all
+            share *= model.num_layers / max(1, sum(attending))
+        means = [estimator.unit_of(whole, g) if model.kinds else u for _, g, u in devices]
+        tokens = [float(batch * length) * max(portion for _, portion in whole.parts_of(g)) for _, g, _ in devices]
+        return Figures(
+            gather_s=tuple(moved[s][0] for s, _, _ in devices),
+            reduce_s=tuple(moved[s][1] for s, _, _ in devices),
+            host_copy_s=tuple(
+                rank_parameters(whole, u, s) * element / shards[s][g.tp] / speed
+                for (s, g, u), speed in zip(devices, host, strict=True)
+            ),
+            host_bytes_per_s=tuple(host),
+            embedding_forward_s=tuple(u.embedding_f for _, _, u in devices),
+            embedding_backward_s=tuple(u.embedding_b for _, _, u in devices),
+            head_forward_s=tuple(u.head_f for _, _, u in devices),
+            head_backward_s=tuple(u.head_b for _, _, u in devices),
+            head_bytes=tuple(u.head_bytes for _, _, u in devices),
+            attention_forward_s=tuple(share * u.layer_f for u in means if u is not None),
+            attention_backward_s=tuple(share * u.layer_b for u in means if u is not None),
+            kv_bytes=tuple(
+                2 * n * model.kv_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)
+            ),
+            query_bytes=tuple(
+                2 * n * model.hidden_size / g.tp * element for n, (_, g, _) in zip(tokens, devices, strict=True)
+            ),
         )
-    whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
-    attention_f, attention_b = (tuple(tuple(x / whole_share for x in row) for row in rows) for rows in attention)
-    return Costs(
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        attention_forward_s=attention_f,
-        attention_backward_s=attention_b,
-        diagonal=0.5,
-        parts=tuple(map(tuple, parts)),
-        message_bytes=size,
-        link=link,
-        operation_s=estimator.runtime.operation_s,
-        host_blocks=estimator.runtime.host_blocks,
-        keeps_sent=estimator.runtime.keeps_sent and not schedule_of(candidate).cuts_sequences,
-        tail_s=tuple(tails[s] for s, _, _ in devices),
-        memory=Memory(
-            activation_bytes=tuple(kept),
-            logits_bytes=tuple(u.head_bytes if s == last else 0.0 for s, _, u in devices),
-            other_bytes=tuple(m.total_bytes - m.activation_bytes for m in memories),
-        ),
-    )
 
+    def _passes(self) -> tuple[Rows, Rows, Rows]:
+        """Seconds of forwards and backwards, and bytes of activations, by device and chunk."""
+        estimator, whole, candidate = self.estimator, self.whole, self.candidate
+        last = candidate.head_stage
+        least: dict[int, tuple[float, float]] = {}
+        if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
+            for s, its in enumerate(whole.stages):
+                units = [estimator.unit_of(whole, g, s) for g in its.groups]
+                least[s] = sharding_s(estimator, whole, units, s, s in self.scattered)  # type: ignore[arg-type]
+        known: dict[tuple[int, Group, int], tuple[tuple[float, ...], ...]] = {}
 
-def _scattered(estimator: Estimator, whole: Candidate, seated: Seats) -> list[int]:
-    """Stages whose replicas are on several nodes; ``seated`` may be of one of the plan's pipelines."""
-    if [len(row) for row in seated] != [sum(g.count for g in stage.groups) for stage in whole.stages]:
-        seated = seats(estimator.cluster, whole.stages, whole.cp) or seated
-    return [s for s, row in enumerate(seated) if len({seat.host for mine in row for seat in mine}) > 1]
+        def rows(s: int, u: Unit) -> tuple[tuple[float, ...], ...]:
+            layers = self.plan.stages[s].layers
+            f, b = (u.chunks_s(layers, s == 0, s == last, back) for back in (False, True))
+            a = u.of_chunks("layer_bytes", layers)
+            if s == 0:
+                a[0] += u.embedding_bytes
+            if s in least:
+                f, b = [max(x, least[s][0]) for x in f], [max(x, least[s][1]) for x in b]
+            return tuple(f), tuple(b), tuple(a)
+
+        found = [known.get((s, g, id(u))) or known.setdefault((s, g, id(u)), rows(s, u)) for s, g, u in self.devices]
+        forward, backward, kept = (list(column) for column in zip(*found, strict=True))
+        return forward, backward, kept
+
+    def costs(self, program: Program | None = None, parts: Parts = ()) -> Costs:
+        """The simulator's costs, from the same per-layer figures as the closed form.
+
+        Args:
+            program: None: only the features that need no program are priced.
+            parts: Keys that slices see; empty for the mean of all documents.
+        """
+        estimator, whole, candidate, plan = self.estimator, self.whole, self.candidate, self.plan
+        devices = self.devices
+        size = estimator.boundary_bytes_per_sequence * candidate.micro_batch_size / candidate.cp
+        flat = [replica for stage in self.seated for replica in stage]
+        tails = stage_tails(estimator, whole, self.scattered)
+        last = candidate.head_stage
+
+        def price(a: Group, b: Group, local: bool) -> Link:
+            seconds = estimator.hand_over_s(a, b, size, candidate.cp, local)
+            fixed = min(seconds, estimator.runtime.transfer_latency_s)
+            return Link(fixed, size / max(seconds - fixed, 1e-12))
+
+        # Parts of their own are in one node only where all are.
+        places = [
+            tuple(seat.host for seat in mine) if g.parts else mine[0].host for (_, g, _), mine in zip(devices, flat)
+        ]
+        by_group = {
+            # The part whose activations fill its GPU most, as in the figures of a replica.
+            (s, g._replace(count=1, ep=whole.cut_of(g)[0])): (
+                g,
+                max(of, key=lambda m: m.activation_bytes / m.capacity_bytes),
+            )
+            for s, stage in enumerate(whole.stages)
+            for g, of in zip(stage.groups, self.estimate.memory_of(whole, s), strict=True)
+        }
+        groups, memories = zip(*[by_group[s, g] for s, g, _ in devices])
+        routes = [[replica.microbatches for replica in stage.replicas] for stage in plan.stages]
+        stage_of = [] if all(mine == routes[0] for mine in routes) else [s for s, _, _ in devices]
+        link = Wiring(groups, places, price, stage_of)
+        forward, backward, kept = self._passes()
+        attention: list[Rows] = [[], []]
+        if candidate.slices > 1:  # a later slice attends to more keys
+            attention = [
+                [tuple(u.of_chunks(name, plan.stages[s].layers)) for s, _, u in devices]
+                for name in ("attention_f", "attention_b")
+            ]
+            forward, backward = (  # without attention, whose time depends on the slice
+                [tuple(x - a for x, a in zip(row, mine)) for row, mine in zip(*rows)]
+                for rows in zip((forward, backward), attention, strict=True)
+            )
+        whole_share = estimator.model.attention_share if parts else 1.0  # parts are of the attention of whole sequences
+        attention_f, attention_b = (tuple(tuple(x / whole_share for x in row) for row in rows) for rows in attention)
+        costs = Costs(
+            forward_s=tuple(forward),
+            backward_s=tuple(backward),
+            attention_forward_s=attention_f,
+            attention_backward_s=attention_b,
+            diagonal=0.5,
+            parts=tuple(map(tuple, parts)),
+            message_bytes=size,
+            link=link,
+            operation_s=estimator.runtime.operation_s,
+            host_blocks=estimator.runtime.host_blocks,
+            keeps_sent=estimator.runtime.keeps_sent and not schedule_of(candidate).cuts_sequences,
+            tail_s=tuple(tails[s] for s, _, _ in devices),
+            memory=Memory(
+                activation_bytes=tuple(kept),
+                logits_bytes=tuple(u.head_bytes if s == last else 0.0 for s, _, u in devices),
+                other_bytes=tuple(m.total_bytes - m.activation_bytes for m in memories),
+            ),
+        )
+        if program is not None:
+            figures = self._figures()
+            for feature, options in features_of(plan):
+                costs = feature.price(costs, options, program, figures)
+        return costs
+
+    def _alone(self) -> list[float]:
+        """For each replica, ratio of a pass's time while the others wait to its time while all are busy."""
+        prices, batch, nodes = self.estimator.costs, self.plan.training.micro_batch_size, self.estimator.cluster.nodes
+        return [
+            max(prices.alone_share(nodes[pool].gpu, batch, replica.tp) for pool in {s.pool for s in seats_of})
+            for stage, row in zip(self.plan.stages, self.seated, strict=True)
+            for replica, seats_of in zip(stage.replicas, row, strict=True)
+        ]
+
+    def simulate(self) -> "Simulation":
+        """Simulate the program event by event; raises PlannerError."""
+        parts = schedule_of(self.candidate).slice_parts(self.estimator.model, self.plan)
+        program = program_of(self.plan, parts)
+        if self.estimator.runtime.host_blocks:
+            program = post_receives_early(program)  # as the runtime does over gloo
+        result = simulate_beside(program, self.costs(program, parts), self._alone())
+        return Simulation(result.makespan_s, result)
+
+    def quick_s(self) -> float:
+        """The iteration time by ``plain.py``, or by the simulator if the program has other operations."""
+        inputs = programs.generator_inputs(self.plan)
+        if inputs is not None:
+            costs = self.costs(parts=schedule_of(self.candidate).slice_parts(self.estimator.model, self.plan))
+            shape, speeds, parameters = inputs
+            seconds = pipelines_s(self.plan.schedule.name, shape, speeds, costs, parameters)
+            if seconds is not None:
+                return seconds
+            found = compute_orders(self.plan, inputs) if can_price(shape, costs) else None
+            if found is not None:
+                return makespan_s(*found, costs)
+        return self.simulate().iteration_s
 
 
 # Devices of one machine that slow each other down while they are busy: processes on cores that share memory.
@@ -342,7 +383,8 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
 def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
     """Simulate one of the equal pipelines, the exact reference of :func:`block_s`; raises PlannerError."""
     plan = build_plan(estimator, candidate, estimate, one_block=True)
-    return _simulate(estimator, candidate, candidate.block(), estimate, plan, _block_seats(estimator, candidate))
+    seated = _block_seats(estimator, candidate)
+    return _Placed(estimator, candidate, candidate.block(), estimate, plan, seated).simulate()
 
 
 def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
@@ -383,24 +425,24 @@ class _Block:
     """
 
     def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
-        self._estimator, self.operations = estimator, operations_of(estimator, candidate)
+        self.operations = operations_of(estimator, candidate)
         # The many plans of 1F1B are checked when one of them is confirmed.
         is_plain = candidate.schedule == PLAIN.name
-        self._plan = build_plan(estimator, candidate, estimate, one_block=True, checked=not is_plain)
-        self._seats = _block_seats(estimator, candidate)
+        plan = build_plan(estimator, candidate, estimate, one_block=True, checked=not is_plain)
+        seated = _block_seats(estimator, candidate)
+        self._placed = _Placed(estimator, candidate, candidate.block(), estimate, plan, seated)
         self._pipelines: Pipelines | None = None
-        inputs = programs.generator_inputs(self._plan) if is_plain else None
+        inputs = programs.generator_inputs(plan) if is_plain else None
         if inputs is not None:
-            block = candidate.block()
-            costs = _priced(estimator, candidate, block, estimate=estimate, plan=self._plan, seated=self._seats)
-            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], costs)
+            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], self._placed.costs())
 
     def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
         """The iteration time in the candidate's order and depths."""
-        plan = in_order_of(self._plan, candidate)
+        plan = in_order_of(self._placed.plan, candidate)
         if self._pipelines is not None:
             return self._pipelines.seconds(programs.parameters_of(plan))
-        return _quick_s(self._estimator, candidate, candidate.block(), estimate, plan, self._seats)
+        found = replace(self._placed, whole=candidate, candidate=candidate.block(), estimate=estimate, plan=plan)
+        return found.quick_s()
 
 
 def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats) -> float:
@@ -409,25 +451,23 @@ def simulate_parts(estimator: Estimator, candidate: Candidate, estimate: Estimat
     Equal parts (replicas, microbatches, links) are simulated once, so that this takes a fraction of
     the time of :func:`simulate_candidate` and gives the same result.
     """
+    placed = _Placed(estimator, candidate, candidate, estimate, plan, seated)
     operations = operations_of(estimator, candidate) * candidate.blocks
-    if schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED:
-        # Replicas of a stage gather together, whichever part they belong to.
-        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    # Replicas of a stage gather together, whichever part they belong to.
+    gathers = schedule_of(candidate).shards_parameters and operations <= MOST_COUPLED
     pools = [tuple(seat.pool for seat in seats) for stage in seated for seats in stage]
-    if any(len({pools[d] for d in together}) > 1 for together in schedule_shape(plan).companions):
-        # Replicas that share experts go as fast as the slowest of them.
-        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
-    try:
-        return max(_quick_s(*part) for part in _different_parts(estimator, candidate, estimate, plan, seated))
-    except PlannerError:  # its generator orders parts together that it cannot order alone
-        return simulate_candidate(estimator, candidate, estimate, plan, seated).iteration_s
+    # Replicas that share experts go as fast as the slowest of them.
+    if not gathers and all(len({pools[d] for d in alike}) == 1 for alike in schedule_shape(plan).companions):
+        # A generator may order parts together that it cannot order alone.
+        with suppress(PlannerError):
+            return max(part.quick_s() for part in _different_parts(placed))
+    return placed.simulate().iteration_s
 
 
-def _different_parts(
-    estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats
-) -> Iterator[tuple[Estimator, Candidate, Candidate, Estimate, Plan, Seats]]:
-    """Arguments of ``_quick_s`` for one part of each kind."""
-    flat = [seat for stage in seated for seat in stage]
+def _different_parts(placed: _Placed) -> Iterator[_Placed]:
+    """One part of each kind."""
+    plan = placed.plan
+    flat = [seat for stage in placed.seated for seat in stage]
     cut_of = [(replica.cut, replica.shares) for stage in plan.stages for replica in stage.replicas]
     done: set[object] = set()
     most: dict[object, int] = {}
@@ -449,7 +489,7 @@ def _different_parts(
             done.add(key)
             mine = iter(here)
             seats_of_stages = [[next(mine) for _ in range(count)] for count in part.shape.replicas]
-            yield estimator, candidate, candidate, estimate, part_of(plan, part), seats_of_stages
+            yield replace(placed, plan=part_of(plan, part), seated=seats_of_stages)
 
 
 def simulate_candidate(
@@ -460,79 +500,17 @@ def simulate_candidate(
     Args:
         seated: Nodes of the plan's ranks, for plans that list replicas in another order than the candidate.
     """
-    return _simulate(estimator, candidate, candidate, estimate, plan, seated)
-
-
-def _quick_s(
-    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
-) -> float:
-    """The iteration time of a plan by ``plain.py``, or by the simulator if its program has other operations."""
-    inputs = programs.generator_inputs(plan)
-    if inputs is not None:
-        parts = schedule_of(candidate).slice_parts(estimator.model, plan)
-        costs = _priced(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)
-        shape, speeds, parameters = inputs
-        seconds = pipelines_s(plan.schedule.name, shape, speeds, costs, parameters)
-        if seconds is not None:
-            return seconds
-        found = compute_orders(plan, inputs) if can_price(shape, costs) else None
-        if found is not None:
-            return makespan_s(*found, costs)
-    return _simulate(estimator, whole, candidate, estimate, plan, seated).iteration_s
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert seated is not None  # the plan has been made of it
+    return _Placed(estimator, candidate, candidate, estimate, plan, seated).simulate()
 
 
 def with_costs(
     estimator: Estimator, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None = None
 ) -> Plan:
     """The plan with the costs of its operations, for the run to compare itself with; raises PlannerError."""
-    assert plan.predicted is not None
+    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
+    assert plan.predicted is not None and seated is not None  # the plan has been made of it
     program = program_of(plan)
-    costs = _priced(estimator, candidate, candidate, estimate=estimate, plan=plan, seated=seated, program=program)
+    costs = _Placed(estimator, candidate, candidate, estimate, plan, seated).costs(program)
     return replace(plan, predicted=replace(plan.predicted, costs=planned_costs(costs, program)))
-
-
-def _simulate(
-    estimator: Estimator, whole: Candidate, candidate: Candidate, estimate: Estimate, plan: Plan, seated: Seats | None
-) -> Simulation:
-    parts = schedule_of(candidate).slice_parts(estimator.model, plan)
-    program = program_of(plan, parts)
-    if estimator.runtime.host_blocks:
-        program = post_receives_early(program)  # as the runtime does over gloo
-    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
-    assert seated is not None  # the plan has been made of it
-    costs = _priced(
-        estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, program=program, parts=parts
-    )
-    result = simulate_beside(program, costs, _alone(estimator, plan, seated))
-    return Simulation(result.makespan_s, result)
-
-
-def _alone(estimator: Estimator, plan: Plan, seated: Seats) -> list[float]:
-    """For each replica, ratio of a pass's time while the others wait to its time while all are busy."""
-    batch, nodes = plan.training.micro_batch_size, estimator.cluster.nodes
-    return [
-        max(estimator.costs.alone_share(nodes[pool].gpu, batch, replica.tp) for pool in {s.pool for s in seats_of})
-        for stage, row in zip(plan.stages, seated, strict=True)
-        for replica, seats_of in zip(stage.replicas, row, strict=True)
-    ]
-
-
-def _priced(
-    estimator: Estimator,
-    whole: Candidate,
-    candidate: Candidate,
-    estimate: Estimate,
-    plan: Plan,
-    seated: Seats | None,
-    program: Program | None = None,
-    parts: Parts = (),
-) -> Costs:
-    """The costs of a plan and of its features; without a program, only of the features that need none."""
-    seated = seated or seats(estimator.cluster, candidate.stages, candidate.cp)
-    assert seated is not None  # the plan has been made of it
-    costs = costs_of(estimator, whole, candidate, estimate=estimate, plan=plan, seated=seated, parts=parts)
-    if program is not None:
-        figures = figures_of(estimator, whole, devices_of(estimator, candidate, plan, seated))
-        for feature, options in features_of(plan):
-            costs = feature.price(costs, options, program, figures)
-    return costs

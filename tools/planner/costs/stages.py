@@ -357,13 +357,15 @@ def stages_of(
     known = estimator.known_stages.setdefault((key, rest, c.moments), {})
     layers = layers_at(c, estimator.model.pattern) if estimator.model.kinds else ()
     first = estimator.model.experts.dense_at_start if estimator.model.experts is not None else 0
+    straddling = estimator.straddling(c.stages, c.cp)
     out: list[StageTimes] = []
     for s, stage in enumerate(c.stages):
         waits = 2 * transfers[s - 1] if in_turn and s else 0.0
         ends = c.rows[s] if c.rows else (s == 0, s == last)
-        mine = stage, ends, waits, c.chunks_of(s), layers[s] if layers else (), c.first_layers(s, first) if first else 0
+        kinds = layers[s] if layers else (), c.first_layers(s, first) if first else 0
+        mine = stage, ends, waits, c.chunks_of(s), kinds, straddling[s]
         if mine not in known:
-            known[mine] = _stage(estimator, c, s, blocks, total, waits)
+            known[mine] = _stage(estimator, c, s, blocks, total, waits, scattered=straddling[s])
         found = known[mine]
         if found is None:
             return None
@@ -407,7 +409,7 @@ def remember_memory(estimator: OperatingPoints, candidate: Candidate, stages: li
 
 
 def _stage(
-    estimator: OperatingPoints, candidate: Candidate, s: int, blocks: int, total: int, waits_s: float
+    estimator: OperatingPoints, candidate: Candidate, s: int, blocks: int, total: int, waits_s: float, scattered: bool
 ) -> StageTimes | None:
     """Stage ``s``: passes of its replicas and their shares of ``total`` microbatches; ``in_flight`` is left open.
 
@@ -431,7 +433,7 @@ def _stage(
         forward.append(u.forward_s(layers, first, last, chunks) + fixed)
         backward.append(u.backward_s(layers, first, last, chunks) + fixed)
     if candidate.zero_stage >= 2 and not schedule_of(candidate).shards_parameters:
-        least_f, least_b = sharding_s(estimator, candidate, units, s)
+        least_f, least_b = sharding_s(estimator, candidate, units, s, scattered)
         overlap = estimator.runtime.gather_overlap
         forward = [beside(f, least_f, overlap) for f in forward]
         backward = [beside(b, least_b, overlap) for b in backward]
@@ -455,7 +457,7 @@ def _stage(
     weight = [n * k for n, k in zip(counts, shares)]
     forward_s = sum(w * f for w, f in zip(weight, forward)) / sum(weight)
     backward_s = sum(w * b for w, b in zip(weight, backward)) / sum(weight)
-    sync, update = _tail(estimator, candidate, units, s)
+    sync, update = tail_s(estimator, candidate, units, s, scattered)
     parameters = tuple(rank_parameters(candidate, u, s) for u in units)
     return StageTimes(
         units,
@@ -469,6 +471,7 @@ def _stage(
         sync_s=sync,
         update_s=update,
         parameters=parameters,
+        scattered=scattered,
     )
 
 
@@ -498,7 +501,7 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, scattered: Seq
     out: list[float] = []
     for s, stage in enumerate(candidate.stages):
         units = [estimator.unit_of(candidate, g, s) for g in stage.groups]
-        sync, update = _tail(estimator, candidate, units, s, s in scattered)  # type: ignore[arg-type]
+        sync, update = tail_s(estimator, candidate, units, s, s in scattered)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out
 
@@ -551,7 +554,9 @@ def beside(compute_s: float, other_s: float, overlap: float) -> float:
     return max(compute_s, other_s) + (1 - overlap) * min(compute_s, other_s)
 
 
-def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> tuple[float, float]:
+def sharding_s(
+    estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int, scattered: bool
+) -> tuple[float, float]:
     """Least time of a forward and of a backward of one microbatch with plain ZeRO-2 or 3, without ministages.
 
     Gradients are reduce-scattered after every microbatch (only shards of them are kept), and ZeRO-3
@@ -561,16 +566,11 @@ def sharding_s(estimator: OperatingPoints, candidate: Candidate, units: list[Uni
     groups = candidate.reducing(s)
     element = float(estimator.model.element_bytes)
     size = {g: rank_parameters(candidate, u, s) * element for g, u in zip(groups, candidate.by_part(s, units))}
-    half = estimator.network.sync_s(groups, size, 0.5)
+    half = estimator.network.sync_s(groups, size, 0.5, scattered=scattered)
     return (half, 2 * half) if candidate.zero_stage == 3 else (0.0, half)
 
 
-def tail_s(estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int) -> float:
-    """Returns the seconds of reduction and update after the last backward of a stage."""
-    return sum(_tail(estimator, candidate, units, s))
-
-
-def _tail(
+def tail_s(
     estimator: OperatingPoints, candidate: Candidate, units: list[Unit], s: int, scattered: bool = False
 ) -> tuple[float, float]:
     """(gradient reduction or gather of parameters, update) of one stage after its last backward."""

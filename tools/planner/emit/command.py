@@ -29,7 +29,7 @@ from ..inputs.catalog import common_builds
 from ..inputs.cluster import Cluster, NodeGroup, load_cluster
 from ..inputs.files import check_target, write_text
 from ..inputs.model import Model
-from ..inputs.packing import Node, Seat, components, place, seat_replicas, whole_kind
+from ..inputs.packing import Node, Seat, components, place, seat_replicas, strayed, whole_kind
 from ..inputs.profile_schema import LayerTiming, Profile, load_profile
 from ..search.outcome import CLUSTER, MODEL, PROFILE, check_planned_precision, keep_inputs
 from .elastic import SCRIPT, ElasticOptions, check_elastic, checked_sbatch, elastic_environment, load_more
@@ -249,7 +249,8 @@ def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
         extra += ["--vocab-size", str(model.vocab_size)]  # else Megatron raises a TypeError
     check_target(options.out / "plan.json", "--out")
     launch = launch_options(options, plan)
-    local, device_notes = device_arguments(plan, cluster, extra)
+    profile = load_profile(options.profile) if options.profile else None
+    local, device_notes = device_arguments(plan, cluster.as_profiled(profile), extra)
     groups = {
         "MODEL": model_arguments(plan, model, extra),
         "DEVICE": local,
@@ -259,7 +260,6 @@ def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
     turns = turns_of(options, model, plan)
     line = [word for words in groups.values() for word in words]
     line += plan_arguments(plan, turns.batch_sizes if turns else "")
-    profile = load_profile(options.profile) if options.profile else None
     expected = expectations(plan, cluster, profile) if options.doctor else None
     inputs = (CLUSTER, MODEL, PROFILE) if profile else (CLUSTER, MODEL)  # for the search of plans if no given one fits
     elastic = ElasticOptions(load_more(options.plans), inputs) if options.elastic else None
@@ -273,7 +273,7 @@ def run(options: argparse.Namespace, model: Model, cluster: Cluster) -> Emitted:
         notes.append(
             "stock Megatron takes no notice of --rope-scaling-factor, which is 8 there: run this model with the plan"
         )
-    written.notes += [*device_notes, *notes]
+    written.notes += [*device_notes, *strayed(plan, seat_replicas(plan, rooms_of(cluster))), *notes]
     written.files |= keep_inputs(options.out, cluster, model, profile)
     return written
 
@@ -295,7 +295,7 @@ def device_arguments(plan: Plan, cluster: Cluster, extra: Sequence[str]) -> tupl
     """Returns the flags that the plan's kinds of GPU need, and notes on the software to install on them.
 
     Raises:
-        PlannerError: ``extra`` asks for Transformer Engine, which a kind lacks; kinds are of several vendors.
+        PlannerError: ``extra`` asks for Transformer Engine, which is not on all kinds; kinds are of several vendors.
     """
     used = {device for stage in plan.stages for r in stage.replicas for device in r.devices}
     names = dict.fromkeys(node.gpu for node in cluster.nodes if node.gpu in used)
@@ -306,7 +306,7 @@ def device_arguments(plan: Plan, cluster: Cluster, extra: Sequence[str]) -> tupl
     flags: list[str] = []
     notes: list[str] = []
     if without:
-        problem = f"{', '.join(without)} cannot run Transformer Engine"
+        problem = f"no Transformer Engine on {', '.join(without)}"
         for flag in ("transformer_engine", "--moe-grouped-gemm"):
             if flag in extra:
                 hint = "All ranks have the same layers: leave it out, or plan without these GPUs"

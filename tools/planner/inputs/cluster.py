@@ -12,6 +12,7 @@ from megatron_het.safe_io import MAX_DEVICES
 from ..errors import PlannerError, validated
 from .catalog import Gpu, Strict, find_gpu, parse_gpu
 from .files import SLURM_RULES, expanded_hosts, read_yaml, text_problem
+from .profile_schema import Profile
 
 MAX_GPUS = MAX_DEVICES
 MAX_GROUPS = 256
@@ -227,6 +228,13 @@ class Cluster(Strict):
     def gpu(self, name: str) -> Gpu:
         """Returns the catalog entry of a kind of GPU."""
         return find_gpu(name, self.gpus, self.name, "gpu")
+
+    def as_profiled(self, profile: Profile | None) -> "Cluster":
+        """Returns the cluster without Transformer Engine on the GPUs whose layers were measured without."""
+        without = {d.kind for d in profile.devices if not d.transformer_engine} if profile is not None else set()
+        names = without.intersection(node.gpu for node in self.nodes)
+        changed = {name: self.gpu(name).model_copy(update={"transformer_engine": False}) for name in names}
+        return self.model_copy(update={"gpus": self.gpus | changed}) if changed else self
 
     @property
     def total_gpus(self) -> int:

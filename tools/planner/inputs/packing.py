@@ -142,6 +142,15 @@ def seat_replicas(plan: Plan, rooms: Sequence[Room], file: str = "plan") -> list
     return [[[seat for _ in range(r.cp) for seat in next(groups)] for r in stage.replicas] for stage in plan.stages]
 
 
+def strayed(plan: Plan, seated: Sequence[Sequence[Sequence[Seat]]]) -> list[str]:
+    """A note on the replicas that are not in the node groups that the plan names, if there are any."""
+    pairs = [pair for stage, row in zip(plan.stages, seated) for pair in zip(stage.replicas, row)]
+    lost = {r.node_group: r.device for r, seats in pairs if r.node_group not in (-1, *(seat.pool for seat in seats))}
+    named = ", ".join(f"{group} ({device})" for group, device in sorted(lost.items()))
+    problem = "the cluster has no such nodes, or not all replicas fit there: entries with its GPU are filled in order"
+    return [f"node_group {named}: {problem}"] if lost else []
+
+
 def _choices(replica: Replica, device: str, rooms: Sequence[Room], where: str, file: str) -> list[int]:
     """Indices of the rooms that have a replica's kind of device, zone and TP size."""
     choices = [r for r, room in enumerate(rooms) if room.gpu == device]

@@ -146,6 +146,8 @@ class DeviceProfile(_Strict):
     # (CPU)
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
+    # whether layers of Transformer Engine were measured, if the GPU runs them; otherwise Megatron's own
+    transformer_engine: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ class _Run:
         return dataclasses.replace(profile, complete=False, notes=self.settings.notes or profile.notes)
 
     def _with_kinds(self, profile: Profile) -> Profile:
+        from .layers import has_transformer_engine
+
         devices = list(profile.devices)
         for seat in self.seats:
             if all(d.kind != seat.kind for d in devices):
@@ -130,6 +132,7 @@ class _Run:
                         memory_bytes=self.memory_bytes[seat.rank],
                         gpus_per_node=self.settings.devices_per_node,
                         reserved_bytes=self.reserved_bytes[seat.rank],
+                        transformer_engine=has_transformer_engine(),
                     )
                 )
         return dataclasses.replace(profile, devices=devices)

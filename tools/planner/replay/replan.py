@@ -14,9 +14,8 @@ from megatron_het.schedule.ir import Kind
 from megatron_het.schedule.kinds import Direction
 
 from ..costs.build import as_said, candidate_of, read_plan, rooms_of
-from ..costs.estimate import Estimator
-from ..costs.layer import CPU_GLOO, Runtime, runtime_for
-from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
+from ..costs.estimate import Estimator, estimator_of
+from ..costs.layer import CPU_GLOO
 from ..costs.simulation import simulate_candidate
 from ..errors import PlannerError
 from ..inputs.catalog import Gpu
@@ -336,8 +335,8 @@ def replan(
     corrected = correct(plan, cluster, profile, watched)
     # As in the plan's prediction: on a CPU the host computes and posts.
     is_cpu = plan.predicted is not None and plan.predicted.costs is not None and plan.predicted.costs.host_blocks
-    runtime = CPU_GLOO if is_cpu else runtime_for(cluster.gpu(node.gpu) for node in cluster.nodes)
-    estimator = estimator_of(corrected, model, runtime, memory_margin)
+    runtime = CPU_GLOO if is_cpu else None
+    estimator = estimator_of(corrected.cluster, model, corrected.profile, runtime, memory_margin)
     before_s = predicted_s(estimator, corrected.plan)
     goal = goal or Goal()
     outcome = search("auto", estimator, goal, Progress()) if find is None else find(estimator, goal)
@@ -370,15 +369,6 @@ def predicted_s(estimator: Estimator, plan: Plan) -> float:
     if estimate is None:
         raise PlannerError("the run's plan", "stages", len(plan.stages), "no figures for some replica of this plan")
     return simulate_candidate(estimator, candidate, estimate, replace(plan, predicted=None), seated).iteration_s
-
-
-def estimator_of(corrected: Corrected, model: Model, runtime: Runtime, memory_margin: float = 0.95) -> Estimator:
-    """Returns the estimator for the corrected cluster and profile."""
-    cluster, profile = corrected.cluster, corrected.profile
-    costs: LayerCosts = CatalogCosts(model, cluster.gpu, runtime)
-    if profile is not None:
-        costs = MeasuredCosts(model, profile, cluster.gpu, runtime)
-    return Estimator(cluster, model, costs, runtime, memory_margin, profile is None and runtime != CPU_GLOO)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from megatron_het.schedule.generators.one_f_one_b import NOTICEABLE, SLACK
 
 from ..costs.candidate import MEETING, Candidate, Group, GroupMemory, Stage
 from ..costs.estimate import Estimator
-from ..costs.layer import pool_size
+from ..costs.layer import Spread, pool_size
 from ..costs.schedules import schedule_of
 from ..costs.schedules.base import Place
 from ..costs.stages import rows_of, state_shards
@@ -252,10 +252,9 @@ def by_kinds(estimator: Estimator, group: Group, like: Candidate, layers: list[i
     if not model.kinds or like.chunks > 1 or like.sizes:
         return layers
     weights = {}
-    ep, expert_tp = like.cut_of(group)
+    spread = Spread(like.cp, *like.cut_of(group), slices=like.slices)
     for kind, _ in model.kinds:
-        point = group.pool, group.tp, like.micro_batch_size, like.recompute, like.cp, ep
-        unit = estimator.unit(*point, expert_tp=expert_tp, slices=like.slices, kind=kind)
+        unit = estimator.unit(group.pool, group.tp, like.micro_batch_size, like.recompute, spread, kind)
         if unit is None:
             return layers
         weights[kind] = unit.layer_f + unit.layer_b

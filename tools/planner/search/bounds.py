@@ -25,6 +25,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs.estimate import Estimator
+from ..costs.layer import ALONE, Spread
 from ..costs.unit import Unit
 from ..inputs.model import Model
 from ..inputs.model_parts import shares_left
@@ -154,8 +155,8 @@ class Bounds:
     def _find_seconds(self, pool: int, tp: int, ep: int, size: int, recompute: str) -> _Works | None:
         """Returns the least seconds of a GPU of a replica for one sequence of a pass."""
         estimator, gpu = self.estimator, self.estimator.cluster.nodes[pool].gpu
-        cut = {"ep": ep, "expert_tp": tp // ep}
-        unit = estimator.unit(pool, tp, size, recompute, **cut if ep > 1 else {})
+        spread = Spread(ep=ep, expert_tp=tp // ep)
+        unit = estimator.unit(pool, tp, size, recompute, spread if ep > 1 else ALONE)
         if unit is None:
             return None
         each = tp / size * estimator.costs.alone_share(gpu, size, tp)
@@ -163,7 +164,7 @@ class Bounds:
         layer_s = unit.layer_f + unit.layer_b + pass_s / estimator.model.num_layers  # of one pass through all layers
         whole_s = attention_s = unit.attention_f + unit.attention_b
         if attention_s and self._cuts:  # slice kernels may be faster; with two slices they merge least
-            sliced: Unit | None = estimator.unit(pool, tp, size, recompute, **cut, slices=2)
+            sliced: Unit | None = estimator.unit(pool, tp, size, recompute, spread._replace(slices=2))
             attention_s = min(attention_s, sliced.attention_f + sliced.attention_b) if sliced else attention_s
         shared_s = attention_s if self._exchanges else 0.0  # that other GPUs may do
         layer_s += attention_s - whole_s - shared_s

@@ -296,7 +296,7 @@ class Sketch:
             load = stage_load(self.estimator, groups, point.like, *_NO_ENDS)
             assert load is not None  # the caller knows its load
             like = point.like.with_(stages=(Stage(1, groups),) * 3, rows=())
-            point.tails[groups] = tail_s(self.estimator, like, load.units, 1)
+            point.tails[groups] = sum(tail_s(self.estimator, like, load.units, 1))
         return point.tails[groups]
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..costs.candidate import Candidate
-from ..costs.estimate import Estimate, Estimator
-from ..costs.layer import runtime_for
-from ..costs.layercost import CatalogCosts, LayerCosts, MeasuredCosts
+from ..costs.estimate import Estimate, Estimator, estimator_of
 from ..costs.schedules import SCHEDULES, Schedule, schedule_of
 from ..errors import PlannerError, command
 from ..inputs.cluster import Cluster, load_cluster
@@ -411,21 +409,17 @@ def estimator_from(options: argparse.Namespace) -> Estimator:
     """
     cluster, model = load_cluster(options.cluster), model_of(options)
     check_memory_margin(options)
-    runtime = runtime_for([cluster.gpu(node.gpu) for node in cluster.nodes])
-    costs: LayerCosts
-    if options.profile:
-        profile = load_profile(options.profile)
-        if not profile.complete:
-            hint = f"Run '{command()} profile' again; it goes on where it stopped"
-            raise PlannerError(options.profile, "complete", False, "profiling was interrupted", hint)
-        costs = MeasuredCosts(model, profile, cluster.gpu, runtime, file=options.profile)
-        for node in cluster.nodes:
-            costs.tp_sizes(node.gpu)
-    else:
-        costs = CatalogCosts(model, cluster.gpu, runtime)
+    profile = load_profile(options.profile) if options.profile else None
+    if profile is not None and not profile.complete:
+        hint = f"Run '{command()} profile' again; it goes on where it stopped"
+        raise PlannerError(options.profile, "complete", False, "profiling was interrupted", hint)
+    estimator = estimator_of(cluster, model, profile, None, options.memory_margin, options.profile)
+    if profile is None:
         check_precision(cluster, model, options.cluster, options.model)
-    follows_gpus = not options.profile  # a profile has the times of the layers that ran
-    return Estimator(cluster, model, costs, runtime, options.memory_margin, follows_gpus)
+    else:
+        for node in cluster.nodes:
+            estimator.costs.tp_sizes(node.gpu)
+    return estimator
 
 
 def check_precision(cluster: Cluster, model: Model, cluster_file: str, model_file: str) -> None:

@@ -148,7 +148,7 @@ def _least_s(estimator: Estimator, candidate: Candidate) -> float:
     there = [u for u in units if u is not None]
     if not rate or len(there) < len(units):
         return inf
-    return model.global_batch_size * stage.layers / rate + tail_s(estimator, candidate, there, 0)
+    return model.global_batch_size * stage.layers / rate + sum(tail_s(estimator, candidate, there, 0))
 
 
 def search_poplar(

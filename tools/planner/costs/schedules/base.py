@@ -13,7 +13,7 @@ from megatron_het.plan.placement import DOCUMENTS, WHOLE
 from megatron_het.schedule.cutting import Parts
 
 from ...inputs.model import Model
-from ..candidate import Candidate, Estimate, Group, GroupMemory, Pipeline, StageTimes
+from ..candidate import Candidate, Estimate, Group, GroupMemory, Line, Pipeline, StageTimes
 from ..layer import attention_matrix_bytes
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
@@ -95,14 +95,7 @@ class Schedule:
 
     # -- time --------------------------------------------------------------------------------------
 
-    def pipeline(
-        self,
-        estimator: OperatingPoints,
-        candidate: Candidate,
-        stages: Sequence[StageTimes],
-        transfers: Sequence[float],
-        total: int,
-    ) -> Pipeline:
+    def pipeline(self, estimator: OperatingPoints, candidate: Candidate, line: Line, total: int) -> Pipeline:
         """The end of the last operation; see ``docs/cost_model.md``.
 
         A stage starts after one forward of every earlier stage and ends one backward of each before the
@@ -118,9 +111,9 @@ class Schedule:
         longest part is done.
 
         Args:
-            transfers: Seconds of one transfer over each boundary.
             total: Microbatches of one of the equal pipelines.
         """
+        stages, transfers = line
         cut = candidate.chunks * candidate.slices
         ways = [t / candidate.slices for t in transfers]
         rows = candidate.rows
@@ -236,18 +229,12 @@ class Schedule:
         """The coefficients for :meth:`mismatch_loss`."""
         return MISMATCH
 
-    def ends(
-        self,
-        estimator: OperatingPoints,
-        candidate: Candidate,
-        stages: Sequence[StageTimes],
-        transfers: Sequence[float],
-        found: Pipeline,
-    ) -> Sequence[float]:
+    def ends(self, estimator: OperatingPoints, candidate: Candidate, line: Line, found: Pipeline) -> Sequence[float]:
         """When each stage ends its last backward: later stages one backward of every earlier one before the end."""
         if self.shards_parameters:  # timed stage by stage
             return found.earliest
         ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
+        stages, transfers = line
         for s, stage in enumerate(stages):
             ends.append(found.end_s - before)
             before += stage.backward_s / cut + (transfers[s] / candidate.slices if s < len(transfers) else 0.0)

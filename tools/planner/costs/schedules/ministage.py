@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_het.features import host_parameters, switches
 from megatron_het.plan.placement import route
 
-from ..candidate import Candidate, Estimate, GroupMemory, Pipeline, StageTimes, chunk_layers
+from ..candidate import Candidate, Estimate, GroupMemory, Line, Pipeline, StageTimes, chunk_layers
 from ..operating import OperatingPoints
 from ..unit import Unit
 from .base import Place, Schedule, State, while_updating
@@ -99,15 +99,9 @@ class Ministage(Schedule):
 
     # -- time --------------------------------------------------------------------------------------
 
-    def pipeline(
-        self,
-        estimator: OperatingPoints,
-        candidate: Candidate,
-        stages: Sequence[StageTimes],
-        transfers: Sequence[float],
-        total: int,
-    ) -> Pipeline:
+    def pipeline(self, estimator: OperatingPoints, candidate: Candidate, line: Line, total: int) -> Pipeline:
         """One lap per ministage and direction; that of the loss goes forward and back at once."""
+        stages, transfers = line
         which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
         groups, at = [stage.groups for stage in candidate.stages], (candidate.micro_batch_size, candidate.cp)
@@ -215,7 +209,7 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
     groups, chunk = candidate.stages[s].groups, chunk_layers(candidate.stages[s].layers, candidate.chunks_of(s))
     first, last = candidate.ends_of(s)
     slowest, laps = stage.slowest, list[_Lap]()
-    gather, reduce = moves_s(estimator, candidate, stage.parameters, s)
+    gather, reduce = moves_s(estimator, candidate, stage.parameters, s, stage.scattered)
     if candidate.offload:
         counts, own = candidate.by_part(s, stage.parameters), candidate.by_part(s, groups)
         parts = zip(candidate.reducing(s), counts, own, strict=True)
@@ -233,11 +227,13 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
     return found
 
 
-def moves_s(estimator: OperatingPoints, candidate: Candidate, counts: Sequence[float], s: int) -> list[float]:
+def moves_s(
+    estimator: OperatingPoints, candidate: Candidate, counts: Sequence[float], s: int, scattered: bool
+) -> list[float]:
     """Seconds in which ranks of so many parameters gather all of their stage, and reduce all gradients."""
     ranks, each = candidate.reducing(s), (float(estimator.model.element_bytes), estimator.gradient_per_parameter)
     sizes = [dict(zip(ranks, [n * size for n in candidate.by_part(s, counts)], strict=True)) for size in each]
-    return [estimator.network.sync_s(ranks, size, 0.5) for size in sizes]
+    return [estimator.network.sync_s(ranks, size, 0.5, scattered=scattered) for size in sizes]
 
 
 def _with_share(

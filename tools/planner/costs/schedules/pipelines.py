@@ -15,7 +15,7 @@ from megatron_het.schedule.cutting import Cutting, Parts, SlicePart
 
 from ...inputs.model import Model
 from ...inputs.model_parts import Lengths, drawn
-from ..candidate import MEETING, Candidate, Estimate, Pipeline, StageTimes, chunk_layers, divided_alike
+from ..candidate import MEETING, Candidate, Estimate, Line, Pipeline, StageTimes, chunk_layers, divided_alike
 from ..operating import OperatingPoints
 from ..plain import MOST_STAGES, figures_of, loops, row_of
 from ..unit import Unit
@@ -132,18 +132,11 @@ class OneFOneB(Schedule):
         """Returns what the meetings of stages take longer than a forward and a backward of each."""
         return layers * max(unit.layer_b - unit.layer_f, unit.layer_f)
 
-    def ends(
-        self,
-        estimator: OperatingPoints,
-        candidate: Candidate,
-        stages: Sequence[StageTimes],
-        transfers: Sequence[float],
-        found: Pipeline,
-    ) -> Sequence[float]:
+    def ends(self, estimator: OperatingPoints, candidate: Candidate, line: Line, found: Pipeline) -> Sequence[float]:
         """A later stage ends earlier by the backwards that the stage before it still holds."""
         if estimator.runtime.transfers_in_turn:
-            return super().ends(estimator, candidate, stages, transfers, found)
-        compiled = loops()
+            return super().ends(estimator, candidate, line, found)
+        compiled, (stages, transfers) = loops(), line
         if compiled is not None and len(stages) <= MOST_STAGES:
             out, figures = (c_double * len(stages))(), figures_of(stages)
             compiled.het_ends(len(stages), figures, row_of(transfers), found.end_s, row_of(found.earliest), out)
