@@ -264,11 +264,8 @@ class OperatingPoints:
         kinds = ((kind, 1),) if kind else ()
         if any(x is not None and x.all_heads < tp * spread.cp for x in (self.model.mamba, self.model.delta_net)):
             return None  # plans refuse it, too: ranks divide heads
-        if (
-            tp > node.gpus_per_node
-            or tp not in self.costs.tp_sizes(node.gpu)
-            or batch > self.costs.max_batch(node.gpu, tp)
-        ):
+        is_known = tp in self.costs.tp_sizes(node.gpu) and batch <= self.costs.max_batch(node.gpu, tp)
+        if tp > node.gpus_per_node or not is_known:
             return None
         gpu = self.cluster.gpu(node.gpu)
         try:

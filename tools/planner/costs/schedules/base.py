@@ -140,8 +140,7 @@ class Schedule:
                 link_s = max([0.0, *links_s[max(0, s - 1) : s + 1]])
                 met_s = longest_s - at_once[s]
                 trips = rt + met_s, slowest[s] + met_s
-                flow = {"loop_s": loops_s[s], "arrive_s": arrive_s[s], "leave_s": leave_s[s]}
-                stall = _stall_s(stage, *trips, cut, link_s, chunks=candidate.chunks, **flow) + waits_s
+                stall = _stall_s(stage, candidate, *trips, link_s, (loops_s[s], arrive_s[s], leave_s[s])) + waits_s
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
@@ -381,19 +380,14 @@ def _passes(stage: StageTimes) -> int:
 
 
 def _stall_s(
-    stage: StageTimes,
-    rt: float,
-    slowest: float,
-    cut: int,
-    link_s: float,
-    *,
-    chunks: int,
-    loop_s: float,
-    arrive_s: float,
-    leave_s: float,
+    stage: StageTimes, candidate: Candidate, rt: float, slowest: float, link_s: float, paces: tuple[float, float, float]
 ) -> float:
-    """How long a stage waits, beyond the compute of its slowest replica."""
-    stall = 0.0
+    """How long a stage waits, beyond the compute of its slowest replica.
+
+    Args:
+        paces: Seconds of all microbatches through the stage's loops, from the earlier stages, and back to them.
+    """
+    (loop_s, arrive_s, leave_s), cut, stall = paces, candidate.chunks * candidate.slices, 0.0
     for i, held in enumerate(stage.in_flight):
         f, b, k = stage.replica_f[i] / cut, stage.replica_b[i] / cut, stage.microbatches[i]
         ahead = (held - 1) * cut if cut > 1 else held - 1
@@ -409,6 +403,6 @@ def _stall_s(
         if cut == 1:
             come, go, first = max(f, arrive_s / k), max(b, leave_s / k), min(held, k)
             idle = max(idle, (first - 1) * come + f + (k - first) * max(f + b, come, go) + first * go - own)
-        idle = max(idle, link_s * chunks - own)
+        idle = max(idle, link_s * candidate.chunks - own)
         stall = max(stall, own + idle - stage.busy_s)
     return stall

@@ -181,10 +181,15 @@ class Ministage(Schedule):
         if shares is None:
             return equal
         sizes = candidate.by_part(found[0].stage, map(candidate.cp_of, groups))
-        return [
-            _with_share(estimator, candidate, found, m, count, share=share, cp=cp)
-            for m, count, share, cp in zip(found, counts, shares, sizes, strict=True)
-        ]
+        out = []
+        for mine, count, share, cp in zip(found, counts, shares, sizes, strict=True):
+            host, of_rank = mine.host_bytes, share / cp  # the context-parallel ranks divide the share evenly
+            if candidate.offload:
+                state, even = (host_state(estimator, count, part) for part in (of_rank, 1 / _shards(found, mine)))
+                host += state - even
+            peak = at_peak(estimator, candidate, mine, count, of_rank)
+            out.append(peak._replace(state_share=share, host_bytes=host))
+        return out
 
     # -- plan --------------------------------------------------------------------------------------
 
@@ -234,23 +239,6 @@ def moves_s(
     ranks, each = candidate.reducing(s), (float(estimator.model.element_bytes), estimator.gradient_per_parameter)
     sizes = [dict(zip(ranks, [n * size for n in candidate.by_part(s, counts)], strict=True)) for size in each]
     return [estimator.network.sync_s(ranks, size, 0.5, scattered=scattered) for size in sizes]
-
-
-def _with_share(
-    estimator: OperatingPoints,
-    candidate: Candidate,
-    found: list[GroupMemory],
-    mine: GroupMemory,
-    count: float,
-    share: float,
-    cp: int,
-) -> GroupMemory:
-    """A rank of a replica with its share of the state, which its ``cp`` context-parallel ranks divide evenly."""
-    host, of_rank = mine.host_bytes, share / cp
-    if candidate.offload:
-        host += host_state(estimator, count, of_rank) - host_state(estimator, count, 1 / _shards(found, mine))
-    peak = at_peak(estimator, candidate, mine, count, of_rank)
-    return peak._replace(state_share=share, host_bytes=host)
 
 
 def _shards(found: Sequence[GroupMemory], mine: GroupMemory) -> int:
