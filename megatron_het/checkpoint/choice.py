@@ -430,7 +430,7 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
             "and the optimizer's state has another form there. Use a plan with training.distributed_optimizer "
             f"{str(before).lower()}, or load the weights alone with --no-load-optim"
         )
-    _check_schedule(args, saved, folder)
+    _check_schedule(args, common, folder)
     names = name_of(saved), name_of(args)
     if None not in names and names[0] != names[1]:
         raise CheckpointError(
@@ -446,18 +446,37 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
         )
 
 
-REMEDY = "Add --override-opt_param-scheduler (this run's) or --use-checkpoint-opt_param-scheduler (the checkpoint's)"
+_REMEDY = "Add --override-opt_param-scheduler (this run's) or --use-checkpoint-opt_param-scheduler (the checkpoint's)"
+# Megatron's name of an entry of its schedule, and the argument behind it; those in samples are in _check_schedule.
+_SCHEDULE = {
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "lr_decay_style": "lr_decay_style",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "wd_incr_style": "weight_decay_incr_style",
+}
 
 
-def _check_schedule(args: Any, saved: Any, folder: Path) -> None:
-    """Refuse another learning rate than the checkpoint's, unless a flag selects one of the two."""
+def _check_schedule(args: Any, common: Mapping[str, Any], folder: Path) -> None:
+    """Refuse another learning rate, length or decay than the checkpoint's, unless a flag selects one of the two."""
     if any(getattr(args, f"{which}_opt_param_scheduler", False) for which in ("override", "use_checkpoint")):
         return
-    for name in ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_decay_style"):
-        before, now = getattr(saved, name, None), getattr(args, name, None)
+    saved: Mapping[str, Any] = common.get("opt_param_scheduler") or {}
+    found = [(n, getattr(common["args"], n, None), getattr(args, n)) for n in ("decoupled_lr", "decoupled_min_lr")]
+    found += [(name, saved.get(entry), getattr(args, name)) for entry, name in _SCHEDULE.items()]
+    unit, per_step = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+    names = [f"{what}_{unit}" for what in ("train", "lr_decay", "lr_warmup")]
+    length, decay, warmup = (getattr(args, name) for name in names)
+    if length:
+        decay = length if decay is None else decay
+        warmup = warmup if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+        entries = zip(names, ("wd_incr_steps", "lr_decay_steps", "lr_warmup_steps"), (length, decay, warmup))
+        found += [(name, saved.get(entry), steps * per_step) for name, entry, steps in entries]
+    for name, before, now in found:
         if None not in (before, now) and before != now:
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {REMEDY}")
+            flag = f"--{name.replace('_', '-')}" + " in samples" * name.endswith(("_iters", "_samples"))
+            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {_REMEDY}")
 
 
 def check_tracked_form(args: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_het.checkpoint.choice import (
-    REMEDY,
     CheckpointError,
     agreed_problems,
     check_optimizer_state,
@@ -272,7 +271,6 @@ class LoadHook:
                 _with_own_form(optimizer),
                 _without_absent_moments(optimizer, folder),
                 translated(args, translation),
-                _with_a_remedy(),
             ):
                 iteration, flops = original(*positional, **keywords)
             saved = common_state(folder).get("args") if folder is not None else None
@@ -306,17 +304,6 @@ def _refuse(why: object) -> NoReturn:
     if dist.get_rank() == 0:
         sys.stderr.write(f"megatron_het: {why}\n")
     raise SystemExit(2) from None
-
-
-@contextlib.contextmanager
-def _with_a_remedy() -> Iterator[None]:
-    """Turns Megatron's error for another learning-rate schedule than the checkpoint's into one line with a remedy."""
-    try:
-        yield
-    except AssertionError as error:
-        if not (words := str(error)).startswith("OptimizerParamScheduler: class input"):
-            raise
-        _refuse(f"--load: this run's{words.partition('input')[2]}; lengths are in samples. {REMEDY}")
 
 
 def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:

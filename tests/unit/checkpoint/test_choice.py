@@ -340,6 +340,13 @@ FORM = "distrib_optim_sharding_type"
 LION = {**SHARDED, SHARDED_LION: True}
 
 
+class Flags(SimpleNamespace):
+    """Arguments in which a flag that is not given is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "reason"),
     [
@@ -352,11 +359,14 @@ LION = {**SHARDED, SHARDED_LION: True}
         (SHARDED, LION, "saved with --optimizer adam, this run trains with lion.*--no-load-optim"),
         (LION, SHARDED, "saved with --optimizer lion, this run trains with adam"),
         ({"optimizer": "sgd"}, {"optimizer": "muon"}, "saved with --optimizer sgd, this run trains with muon"),
-        ({"lr": 1e-3}, {"lr": 2e-3}, r"--lr = 0.002: .* saved with 0.001. .*--override-opt_param-scheduler"),
-        ({"lr": 1e-3}, {"lr": 2e-3, "override_opt_param_scheduler": True}, None),
+        ({"max_lr": 1e-3}, {"lr": 2e-3}, r"--lr = 0.002: .* saved with 0.001. .*--override-opt_param-scheduler"),
+        ({"max_lr": 1e-3}, {"lr": 2e-3, "override_opt_param_scheduler": True}, None),
         ({"min_lr": 0.0}, {"min_lr": 1e-5, "use_checkpoint_opt_param_scheduler": True}, None),
         ({"min_lr": 0.0}, {"min_lr": 1e-5}, "--min-lr = 1e-05"),
         ({"decoupled_lr": 1e-3}, {"decoupled_lr": 2e-3}, "--decoupled-lr = 0.002"),
+        ({"wd_incr_steps": 120}, {"train_iters": 8}, "--train-iters in samples = 48: .* with 120.*--use-checkpoint"),
+        ({"wd_incr_steps": 90, "lr_decay_steps": 120}, {"train_samples": 90}, "--lr-decay-samples .*= 90: .* 120"),
+        ({"lr_warmup_steps": 12}, {"train_iters": 20, "lr_warmup_fraction": 0.1}, None),
         ({"no_save_optim": True}, {}, "saved with --no-save-optim: add --no-load-optim"),
         ({"optimizer": "lion"}, LION, "saved without the distributed optimizer, this run trains with it"),
     ],
@@ -364,10 +374,12 @@ LION = {**SHARDED, SHARDED_LION: True}
 def test_state_of_another_form_is_refused(
     saved: dict[str, Any], given: dict[str, Any], reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = {"args": SimpleNamespace(**saved), "content_metadata": {FORM: saved.get(FORM)}}
+    metadata = {FORM: saved.get(FORM)}
+    common = {"args": SimpleNamespace(**saved), "opt_param_scheduler": saved, "content_metadata": metadata}
     monkeypatch.setattr(choice, "common_state", lambda folder: common)
-    kept = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": False}
-    args = SimpleNamespace(**{**kept, **given})
+    kept = {"no_load_optim": False, "finetune": False, "use_distributed_optimizer": False, "global_batch_size": 6}
+    kept |= {"lr_warmup_iters": 0, "lr_warmup_samples": 0}
+    args = Flags(**{**kept, **given})
     if reason is None:
         check_optimizer_state(args, tmp_path)
     else:

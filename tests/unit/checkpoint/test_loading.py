@@ -1,7 +1,5 @@
 """Random-number states come from the checkpoint that Megatron has loaded."""
 
-import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,21 +87,6 @@ def test_states_of_the_loaded_checkpoint(
     assert loading.LoadHook(plan, lambda *_: None, lambda *_: None).wrap(lambda: (loaded, 0))() == (loaded, 0)
     assert seen == [str(tmp_path / expected)] * 3
     assert "--padded-vocab-size 608" in capsys.readouterr().out
-
-
-def test_another_length_of_the_training_is_told_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    own = SimpleNamespace(override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False)
-    load = partial(OptimizerParamScheduler._check_and_set, own, 84, 120, "total number of iterations")
-    own.load, own.tensor_model_parallel_size, own.no_load_rng, own.no_save_optim = None, 1, False, False
-    monkeypatch.setattr("megatron.training.get_args", lambda: own)
-    monkeypatch.setattr(loading.dist, "get_rank", lambda: 0)
-    with pytest.raises(SystemExit):
-        loading.LoadHook(read(document()), lambda *_: None, lambda *_: None).wrap(load)()
-    assert re.match("megatron_het: --load: this run's value 84 .*120 .*--override-opt", capsys.readouterr().err)
 
 
 def test_a_folder_of_its_own(tmp_path: Path) -> None:
