@@ -150,7 +150,7 @@ class Agent:
                 over = self._meet()
                 if over is not None:
                     self._wait_for_ends()
-                    self._say(f"the job ended: {over['error']}" if over["error"] else "the training is over")
+                    self._say(over["how"])
                     return 1 if over["error"] else 0
                 self._look_after()
                 time.sleep(_POLL_S)

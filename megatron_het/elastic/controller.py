@@ -548,4 +548,5 @@ class Controller:
 
     def _end(self, error: str) -> None:
         self._save(over=True, error=error)
-        self.board.put("over", {"error": error})
+        how = worth.ending(error, self._reached(), worth.last_iteration(self.history))
+        self.board.put("over", {"error": error, "how": how})

@@ -240,7 +240,8 @@ class Worker:
             "error": outcome.error[-2000:],
             "unsaved": outcome.unsaved,
             "refused": outcome.is_refused,
-            "iteration": boundary.iteration or 0,
+            # Megatron ends only after an iteration, which no boundary follows.
+            "iteration": 0 if boundary.iteration is None else boundary.iteration + (outcome.how == "finished"),
         }
         with suppress(StoreError):  # heartbeats repeat it
             self._board.post(self._ended, patience_s=_TELL_S)

@@ -164,9 +164,16 @@ def _progress(status: Mapping[str, Any]) -> str:
     if status["goodput"] is not None:
         whole_s = status["now"] - history[0]["seen"]
         text += f"; goodput {100 * status['goodput']:.1f} % of {duration(whole_s)}"
-    if status.get("over"):
-        text += f"; the job ended: {status['error']}" if status["error"] else "; the training is over"
-    return text
+    return text + (f"; {ending(status['error'], reached, last)}" if status.get("over") else "")
+
+
+def ending(error: str, reached: int, last: int | None) -> str:
+    """Says how a job ended: by an error, by a wish (a signal, ``--exit-interval``), or with its last iteration."""
+    if error:
+        return f"the job ended: {error}"
+    if last is None or reached >= last:
+        return "the training is over"
+    return f"the training has stopped at iteration {reached} of {last}; start the job again to go on"
 
 
 def _generation(status: Mapping[str, Any]) -> list[str]:

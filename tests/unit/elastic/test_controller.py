@@ -15,6 +15,7 @@ from megatron_het.elastic import members
 from megatron_het.elastic.agent import Agent, Node
 from megatron_het.elastic.job import Board, Generation, ServedBoard
 from megatron_het.elastic.members import Bounds, JobError
+from megatron_het.elastic.sessions import Outcome
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.elastic.worth import describe
 from megatron_het.store import StoreError, TokenError
@@ -438,6 +439,10 @@ def test_a_worker_that_has_finished_does_not_need_the_controller(
         worker._next(-1)
     worker._ended = {"how": "finished"}
     assert worker._next(-1) is None
+    boundary: Any = SimpleNamespace(iteration=5, generation=SimpleNamespace(number=0))
+    for how, done in (("finished", 6), ("left", 5)):
+        worker._tell_ended(boundary, Outcome(how))
+        assert worker._ended["iteration"] == done
 
 
 @pytest.mark.parametrize("keeps_file", [True, False])

@@ -29,7 +29,7 @@ from megatron_het.elastic.copies import SHARE, Cost, Pace
 from megatron_het.elastic.job import Board, Generation, Moment, ServedBoard
 from megatron_het.elastic.links import Links, Severing, sockets
 from megatron_het.elastic.members import Bounds, Progress
-from megatron_het.elastic.worth import describe, duration, goodput, last_iteration, standing, summed_up
+from megatron_het.elastic.worth import describe, duration, ending, goodput, last_iteration, standing, summed_up
 from tests.unit.elastic.notes import Job, about, plan, trained
 
 
@@ -151,7 +151,8 @@ def test_a_job_that_has_not_begun_or_is_over():
     waiting = describe(status(generation=None, history=[], **standing([], 0, 1.0)))
     assert waiting.startswith("the training has not begun\n") and "waits for its nodes" in waiting
     assert "the job ended: no plan" in describe(status(over=True, error="no plan"))
-    assert "the training is over" in describe(status(over=True, error=""))
+    assert "the training has stopped at iteration 23 of 40" in describe(status(over=True, error=""))
+    assert ending("", 10, 10) == ending("", 3, None) == "the training is over"
 
 
 # An iteration that does not end, though everybody gives signs of life.
