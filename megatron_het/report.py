@@ -336,10 +336,15 @@ class RunReport:
             self._iterations[-1]["elapsed_s"] = measured.start_s - self._last_start_s
         self._last_start_s = measured.start_s
         timeline.finish()
-        self._count += 1
+        iteration = _current_iteration()
+        if self._iterations and self._iterations[-1]["iteration"] == iteration:
+            self._iterations.pop()  # Megatron runs an iteration with NaN or the like again
+            self.forget_after(iteration - 1)
+        else:
+            self._count += 1
         self._iterations.append(
             {
-                "iteration": _current_iteration(),
+                "iteration": iteration,
                 "schedule_s": measured.schedule_stop_s - measured.start_s,
                 "finalize_s": stop_s - measured.schedule_stop_s,
                 "forward_s": timeline.work_s(backward=False),

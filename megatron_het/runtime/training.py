@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,14 +203,23 @@ def complete_model_config(model_config: Any, args: Any) -> None:
 
 
 def _unexpected_result(args: Any, error: BaseException) -> str:
-    """Say what Megatron's rerun machine has ended all ranks for, without --save by a TypeError; empty for others."""
+    """Say what Megatron's rerun machine has ended all ranks for; empty for other errors.
+
+    Without --save it is a TypeError, and with --rerun-mode disabled a RuntimeError on each rank that has the value.
+    """
     from megatron.core import rerun_state_machine as rerun
 
+    from megatron_het.checkpoint.choice import tracked
+
+    saved = f"The newest checkpoint in {args.save} is of before" if args.save else "Nothing is saved without --save"
+    if args.save and tracked(Path(args.save)) is None:
+        saved = f"{args.save} has no checkpoint yet"
+    if isinstance(error, RuntimeError):
+        return f"{error}. {saved}" if "Unexpected result" in str(error) else ""
     codes = (rerun.EXIT_CODE_RESUME_TO_DISAMBIGUATE, rerun.EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
     ends = rerun.get_rerun_state_machine().state is rerun.RerunState.WILL_RERUN_FROM_CHECKPOINT
     if getattr(error, "code", None) not in codes and not (ends and args.save is None):
         return ""
-    saved = f"The newest checkpoint in {args.save} is of before" if args.save else "Nothing is saved without --save"
     return f"iteration {args.curr_iteration + 1} gave NaN or the like; lines with 'Unexpected result' say it. {saved}"
 
 
@@ -248,6 +258,9 @@ class PretrainHook:
                     self._boundary.failed(self._session)
                 if self._boundary.outlives_sessions:
                     self._abandon()
+                elif isinstance(error, RuntimeError) and (unexpected := _unexpected_result(args, error)):
+                    sys.stderr.write(f"megatron_het: {unexpected}\n")
+                    raise SystemExit(1) from None
                 raise
 
         return pretrain

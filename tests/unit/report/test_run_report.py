@@ -27,7 +27,7 @@ TIMELINE: Any = SimpleNamespace(finish=lambda: None, work_s=lambda backward: 0.2
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunReport:
     plan = plan_from_flags(flags("--num-layers 4 --num-attention-heads 8"), 1, ScheduleSpec("1f1b"))[0]
     platform: Any = SimpleNamespace(device_name="GPU")
-    monkeypatch.setattr("megatron_het.report._current_iteration", lambda: 7)
+    monkeypatch.setattr("megatron_het.report._current_iteration", itertools.count(7).__next__)
     monkeypatch.setattr(RunReport, "_meter", lambda self: pytest.MonkeyPatch.context())
     return RunReport(HetConfig(plan, report_dir=tmp_path), Placement(plan), 0, "hash", Choice("gloo", ""), platform)
 
@@ -55,6 +55,13 @@ def test_a_killed_run_leaves_what_there_was(report: RunReport, tmp_path: Path, m
     report.write()
     found = json.loads(file.read_text())
     assert found["ended"] and len(found["iterations"]) == 5
+
+
+def test_an_iteration_that_runs_again_counts_once(report: RunReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron repeats one that gave NaN."""
+    monkeypatch.setattr("megatron_het.report._current_iteration", iter((1, 2, 2)).__next__)
+    iterate(report, 3)
+    assert ": 2 iterations, too few to time" in report.closing()
 
 
 def test_the_newest_iterations_are_kept(report: RunReport, tmp_path: Path) -> None:
