@@ -247,6 +247,7 @@ def replace_core_attention(
         setting = Setting.on(device, next(attention.parameters()).dtype, head_width(attention))
         kernel, window_tokens = choose_kernel(setting, kernels), _window_of(attention)
         replaced = attention.core_attention
+        unrotated = getattr(attention.config, "no_rope_freq", None)  # by layer, or None
         attention.core_attention = SliceCoreAttention(
             slots,
             score_scale(attention),
@@ -257,7 +258,7 @@ def replace_core_attention(
             softmax_offset=getattr(replaced, "softmax_offset", None),
             tp_group=getattr(getattr(attention, "pg_collection", None), "tp", None),
             expansion=attend_by_latents(attention) if _is_latent(attention) else None,
-            rotates=not _is_without_positions(attention),
+            rotates=not (unrotated and unrotated[attention.layer_number - 1]),
             runs=runs if is_later else 1,
         )
         placed.append(attention.core_attention)
@@ -288,12 +289,6 @@ def _window_of(attention: Any) -> int | None:
     if not size or not is_layer_window_attention(size, config.window_attn_skip_freq, attention.layer_number):
         return None
     return int(size[0])
-
-
-def _is_without_positions(attention: Any) -> bool:
-    """Whether Megatron applies no rotary positions in this layer (``--no-rope-freq``)."""
-    skipped = getattr(attention.config, "no_rope_freq", None)
-    return bool(skipped and skipped[attention.layer_number - 1])
 
 
 class CurrentSlice:

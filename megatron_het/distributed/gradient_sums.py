@@ -36,7 +36,10 @@ class GradientFinalizer:
         self._has_loss = self._where.stage == placement.last[0]
         self._has_both_ends = self._where.stage == placement.first[0] == placement.last[0]
         self._class_group, self._experts_class = groups["class"], groups.experts_class
-        self._draws_alike = _draw_alike(placement, self._where.stage, self._where.replica)
+        # All replicas of a class draw the same random weights if they are on one kind of device.
+        replicas = placement.plan.stages[self._where.stage].replicas
+        cut = replicas[self._where.replica].cut
+        self._draws_alike = len({name for found in replicas if found.cut == cut for name in found.devices}) == 1
         self._stage_exchange = class_exchange(groups)
         self._tied_exchange = tied_exchange(groups) if tied_embeddings else None
         self._first_copy: torch.Tensor | None = None
@@ -178,12 +181,6 @@ class GradientFinalizer:
             tied = {id(copy) for copy in copies}
             rest = ((n, p) for chunk in chunks for n, p in chunk.named_parameters() if id(p) not in tied)
             yield self._stage_exchange, rest, config
-
-
-def _draw_alike(placement: Placement, stage: int, replica: int) -> bool:
-    """Whether all replicas of a class draw the same random weights, because they are on one kind of device."""
-    replicas = placement.plan.stages[stage].replicas
-    return len({name for found in replicas if found.cut == replicas[replica].cut for name in found.devices}) == 1
 
 
 def _held(model: list[torch.nn.Module]) -> dict[tuple[int, int], tuple[int, int]]:

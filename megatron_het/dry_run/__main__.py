@@ -115,17 +115,13 @@ def _each_alone(options: argparse.Namespace, flags: Sequence[str], ranks: Sequen
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            _end_with(own)
+            # It ends within a second of its parent, which may be killed before it can end this one.
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(1) if os.getppid() != own else None)
+            signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
             os.environ["RANK"] = str(rank)
             _leave(options, flags, rank)
         worst = max(worst, _wait(child, rank, options.limit_s))
     return worst
-
-
-def _end_with(parent: int) -> None:
-    """End this process within a second of its parent, which may be killed before it can end this one."""
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(1) if os.getppid() != parent else None)
-    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
 
 
 def _leave(options: argparse.Namespace, flags: Sequence[str], rank: int) -> NoReturn:

@@ -292,7 +292,7 @@ class Agent:
         for worker in list(self._workers):
             code = worker.process.poll()
             if code is not None:
-                _end_session(worker.process.pid)
+                end_all(worker.process)
                 self._workers.remove(worker)
                 self._codes.append(code)
                 why = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -344,12 +344,8 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
         process: The worker, started in a session of its own.
     """
     process.kill()
-    _end_session(process.pid)
-
-
-def _end_session(leader: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_words(said: bytes) -> str:

@@ -236,9 +236,11 @@ class Controller:
                 entry |= {"took_s": self._changed.ago_s(), "state_bytes": worth.state_bytes(self._generation.plan)}
             if all(self._generation.plan != plan for plan in self._proved):
                 self._proved.append(self._generation.plan)
-            entry.setdefault("opened", {})[str(message["process"])] = {
-                key: message[key] for key in ("iteration", "last", "times", "sent_bytes") if key in message
-            }
+            times, now_s = message["times"], Moment().wall_s
+            late_s = now_s - times.get("told", now_s)  # the clock of its node may be another one
+            told = {key: message[key] for key in ("iteration", "last", "sent_bytes") if key in message}
+            told["times"] = {name: at_s + late_s for name, at_s in times.items()}
+            entry.setdefault("opened", {})[str(message["process"])] = told
             self._release()
             self._unwritten = True
 

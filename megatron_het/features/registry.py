@@ -187,21 +187,17 @@ def check_plan_alone(plan: Plan) -> None:
     Args:
         plan: A consistent plan (``plan.validate.check_plan``).
     """
-    _check_name(plan.schedule.name)
+    name, known = plan.schedule.name, runnable_schedules()
+    if name not in known:
+        splits = "splits backward passes, which can be simulated but not executed"
+        problem = splits if name in GENERATORS else "there is no such schedule"
+        raise PlanError("schedule.name", name, problem, f"Use one of {', '.join(known)}")
     _check_parameters(plan)
     for feature in FEATURES:
         feature.check(plan)
     if plan.path[0] != plan.path[-1] and tied_copies(plan):
         for feature, options in features_of(plan):
             feature.check_copies(plan, options)
-
-
-def _check_name(name: str) -> None:
-    known = runnable_schedules()
-    if name not in known:
-        splits = "splits backward passes, which can be simulated but not executed"
-        problem = splits if name in GENERATORS else "there is no such schedule"
-        raise PlanError("schedule.name", name, problem, f"Use one of {', '.join(known)}")
 
 
 def schedule_parameters(name: str) -> tuple[str, ...]:

@@ -249,10 +249,10 @@ class PretrainHook:
             try:
                 return self._run(original, args, cfg_container, provider, *positional, **keywords)
             except BaseException as error:
-                if isinstance(error, RuntimeError):
-                    self._add_verdict(error, args.rank)
-                # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                 if self._roll_call is not None:
+                    if isinstance(error, RuntimeError):  # name the ranks that no longer answer
+                        error.add_note(f"het: rank {args.rank}: {self._roll_call.verdict()}")
+                    # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                     self._roll_call.close()
                 if isinstance(error, RuntimeError):
                     self._boundary.failed(self._session)
@@ -314,12 +314,6 @@ class PretrainHook:
             self._session.finish_report()
         with contextlib.suppress(RuntimeError):
             self._session.close()
-
-    def _add_verdict(self, error: RuntimeError, rank: int) -> None:
-        """Add the ranks that no longer answer to an error."""
-        if self._roll_call is None:
-            return
-        error.add_note(f"het: rank {rank}: {self._roll_call.verdict()}")
 
     def _route_data(self, args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
         placement = self._session.placement

@@ -127,13 +127,6 @@ def _key_bytes(costs: Costs, program: Program, source: int, op: Op) -> float:
     return whole * sum(row[unit // units].tokens for unit in range(op.start, op.stop)) / units
 
 
-def _check_units(costs: Costs, units: int) -> None:
-    for microbatch, row in enumerate(costs.parts):
-        counts = [len(part.units) for part in row]
-        if counts != [index * units for index in range(len(row))]:
-            raise ValueError(f"parts: of {counts} exchange units in microbatch {microbatch}, for {units} per slice")
-
-
 class _Attention:
     """Seconds of attention that moves between devices."""
 
@@ -141,7 +134,10 @@ class _Attention:
         self._costs, self._shape, self._slices = prices.costs, prices.program.shape, prices.slices
         self._units = max(prices.program.attention_units, 1)
         self._exchanged = exchanged_layers(self._shape.attention_layers)
-        _check_units(self._costs, self._units)
+        for microbatch, row in enumerate(self._costs.parts):
+            counts, units = [len(part.units) for part in row], self._units
+            if counts != [index * units for index in range(len(row))]:
+                raise ValueError(f"parts: of {counts} exchange units in microbatch {microbatch}, for {units} per slice")
 
     def _table(self, op: Op) -> PerChunk:
         backward = op.kind.direction is Direction.BACKWARD

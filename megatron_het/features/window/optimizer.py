@@ -93,7 +93,8 @@ class ChunkedOptimizer:
         self._optimizer._allocate_states = self._make_states
         self._optimizer.load_state_dict = self._load
         if options.update in ("at-once", "per-ministage"):
-            self._optimizer.get_grads_for_grad_norm = self._norm_so_far
+            # This rank's gradients no longer exist when Megatron asks for their norm.
+            self._optimizer.get_grads_for_grad_norm = lambda *_: [] if self._squares is None else [self._squares.sqrt()]
 
     def _collect_entries(self) -> None:
         """Find every main parameter's shard, and make fp32 main parameters views of the shards."""
@@ -147,10 +148,6 @@ class ChunkedOptimizer:
             if self._undo:
                 self._undo[c].fetch_gradients()
             self._attach(c)
-
-    def _norm_so_far(self, *_unused: Any) -> list[torch.Tensor]:
-        """The recorded norm of this rank's gradients, which no longer exist when Megatron asks for it."""
-        return [] if self._squares is None else [self._squares.sqrt()]
 
     @torch.no_grad()
     def _defer(self) -> bool:

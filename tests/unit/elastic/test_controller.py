@@ -213,7 +213,7 @@ def test_a_refused_worker_is_named_once_and_not_restarted(board: Any, monkeypatc
     agent = agent_of(tmp_path, said.append)
     agent._meet()
     for worker in agent._workers:  # it takes a while to end
-        monkeypatch.setattr(worker.process, "poll", iter([None, None, -9]).__next__)
+        monkeypatch.setattr(worker.process, "poll", iter([None, None, -9, -9]).__next__)
     monkeypatch.setattr(agents, "_MEET_S", 0.0)
     while agent._workers:
         agent._meet()
