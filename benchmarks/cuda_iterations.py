@@ -240,11 +240,6 @@ def is_bad(report: dict[str, Any]) -> bool:
     return bool(bad) or report["staged_waits"] > report["staged_transfers"]
 
 
-def _shown(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of a run that the report keeps, from which its figures can be counted again."""
-    return {key: entry[key] for key in ("name", "error", "host_waits", "traffic", "stream_waits") if key in entry}
-
-
 def added(files: Iterable[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs of earlier reports, and runs without a wait, by name."""
     runs: dict[str, Any] = {}
@@ -300,7 +295,8 @@ def main() -> int:
 
     def carry_out(chosen: Sequence[Iteration], where: Path, found: dict[str, Any]) -> None:
         for entry in run_all(chosen, where):
-            found[entry["name"]] = _shown(entry)
+            kept = ("name", "error", "host_waits", "traffic", "stream_waits")  # figures can be counted again from these
+            found[entry["name"]] = {key: entry[key] for key in kept if key in entry}
             said = entry.get("error", f"{in_operations(entry) if 'host_waits' in entry else ''}")
             print(entry["name"], said, flush=True)
             save(options.json, report_of(runs, without))

@@ -107,7 +107,11 @@ def check_arguments(plan: Plan, args: Any, world_size: int) -> None:
     if (args.train_iters or args.train_samples) and not args.skip_train and not args.eval_interval:
         raise no_eval_interval(args.eval_interval)
     _check_model(plan, args)
-    _check_batch(plan, args)
+    for name in ("micro_batch_size", "global_batch_size"):
+        value, expected = getattr(args, name), getattr(plan.training, name)
+        if value is not None and value != expected:
+            raise PlanError(flag_of(name), value, f"the plan was made for {expected}")
+    _check_evaluation(plan.training, args)
     _check_parallelism(plan, args)
     _check_recompute(plan, args)
     _check_fp8(plan, args)
@@ -192,14 +196,6 @@ def _check_model(plan: Plan, args: Any) -> None:
     if length not in (None, plan.model.seq_length):
         problem = f"a decoder's sequences have the length of --seq-length = {plan.model.seq_length}"
         raise PlanError("--decoder-seq-length", length, problem, "Leave the flag out")
-
-
-def _check_batch(plan: Plan, args: Any) -> None:
-    for name in ("micro_batch_size", "global_batch_size"):
-        value, expected = getattr(args, name), getattr(plan.training, name)
-        if value is not None and value != expected:
-            raise PlanError(flag_of(name), value, f"the plan was made for {expected}")
-    _check_evaluation(plan.training, args)
 
 
 def _check_evaluation(training: TrainingShape, args: Any) -> None:

@@ -5,6 +5,7 @@ without an error.  Here a damaged or missing checkpoint is reported, and the one
 """
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_het.features.optimizers.spec import name_of
@@ -447,36 +449,30 @@ def check_optimizer_state(args: Any, folder: Path) -> None:
 
 
 _REMEDY = "Add --override-opt_param-scheduler (this run's) or --use-checkpoint-opt_param-scheduler (the checkpoint's)"
-# Megatron's name of an entry of its schedule, and the argument behind it; those in samples are in _check_schedule.
-_SCHEDULE = {
-    "max_lr": "lr",
-    "min_lr": "min_lr",
-    "lr_decay_style": "lr_decay_style",
-    "start_wd": "start_weight_decay",
-    "end_wd": "end_weight_decay",
-    "wd_incr_style": "weight_decay_incr_style",
-}
 
 
 def _check_schedule(args: Any, common: Mapping[str, Any], folder: Path) -> None:
     """Refuse another learning rate, length or decay than the checkpoint's, unless a flag selects one of the two."""
+    from megatron.training import training
+
+    from megatron_het.distributed.groups import replaced
+
     if any(getattr(args, f"{which}_opt_param_scheduler", False) for which in ("override", "use_checkpoint")):
         return
-    saved: Mapping[str, Any] = common.get("opt_param_scheduler") or {}
-    found = [(n, getattr(common["args"], n, None), getattr(args, n)) for n in ("decoupled_lr", "decoupled_min_lr")]
-    found += [(name, saved.get(entry), getattr(args, name)) for entry, name in _SCHEDULE.items()]
-    unit, per_step = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
-    names = [f"{what}_{unit}" for what in ("train", "lr_decay", "lr_warmup")]
-    length, decay, warmup = (getattr(args, name) for name in names)
-    if length:
-        decay = length if decay is None else decay
-        warmup = warmup if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
-        entries = zip(names, ("wd_incr_steps", "lr_decay_steps", "lr_warmup_steps"), (length, decay, warmup))
-        found += [(name, saved.get(entry), steps * per_step) for name, entry, steps in entries]
-    for name, before, now in found:
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        before, now = getattr(common["args"], name, None), getattr(args, name, None)
         if None not in (before, now) and before != now:
-            flag = f"--{name.replace('_', '-')}" + " in samples" * name.endswith(("_iters", "_samples"))
+            flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {_REMEDY}")
+    if not (saved := common.get("opt_param_scheduler")) or not (args.train_iters or args.train_samples):
+        return
+    with replaced(training, get_args=lambda: copy.copy(args), update_train_iters=lambda _: None):
+        own = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+    try:
+        own.load_state_dict(saved)
+    except AssertionError as error:
+        why = str(error).partition("input")[2].replace("checkpointvalue", f"value in {folder}")
+        raise CheckpointError(f"--load: this run's{why}; lengths are in samples. {_REMEDY}") from None
 
 
 def check_tracked_form(args: Any) -> None:

@@ -192,7 +192,10 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
             is_replaced=lambda: lock.is_lost,
             fallback="" if fallback is None else str(fallback.absolute()),
         )
-        _write_address(_address_file(options), host, port)
+        try:
+            write_text(_address_file(options), f"{host}:{port}\n")
+        except (OSError, ValueError) as error:
+            _say(f"{error}; workers look for the controller where --controller says")
         _say(f"the controller listens on {host}:{port}")
         controller.run()
         time.sleep(_LINGER_S)
@@ -205,14 +208,6 @@ def _control(options: Any, host: str, port: int, token: str, planner: Planner) -
         if board is not None:
             board.close()
     return 0
-
-
-def _write_address(file: Path, host: str, port: int) -> None:
-    """Write the controller's address for workers that have lost their connection."""
-    try:
-        write_text(file, f"{host}:{port}\n")
-    except (OSError, ValueError) as error:
-        _say(f"{error}; workers look for the controller where --controller says")
 
 
 def _address_file(options: Any) -> Path:
