@@ -32,19 +32,15 @@ def megatron_weights(state: Mapping[str, torch.Tensor], kind: str, config: Any) 
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in state.items():
         if match := _LAYER.fullmatch(name):
-            layers.setdefault(int(match[1]), {})[_usual(match[2])] = value
+            # the names that most families use
+            part = match[2].replace("feed_forward.", "mlp.").replace("mlp.shared_expert.", "mlp.shared_experts.")
+            layers.setdefault(int(match[1]), {})[part.replace("self_attn.qkv_proj.", "attn.c_attn.")] = value
         else:
             found[_renamed(name, _DATA["outside"])] = value
     for layer, parts in layers.items():
         for name, value in _layer(parts, kind, config).items():
             found[f"decoder.layers.{layer}.{name}"] = value
     return found
-
-
-def _usual(name: str) -> str:
-    """Returns the name of a layer's weight that most families use."""
-    name = name.replace("feed_forward.", "mlp.").replace("mlp.shared_expert.", "mlp.shared_experts.")
-    return name.replace("self_attn.qkv_proj.", "attn.c_attn.")
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

@@ -165,7 +165,7 @@ def pipeline_layout(plan: Plan) -> str:
     """
     parts = ["t" * count for count in layers_by_number(plan)]
     parts[0] = "E" + parts[0]
-    parts[-1] += "m" * plan.model.mtp_num_layers + "L"
+    parts[-1] += plan.model.layout_end
     return "|".join(parts)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_het.distributed.groups import replaced
 from megatron_het.features.optimizers.spec import name_of
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.safe_io import FileError, read_json, read_text, write_text
@@ -455,15 +456,12 @@ def _check_schedule(args: Any, common: Mapping[str, Any], folder: Path) -> None:
     """Refuse another learning rate, length or decay than the checkpoint's, unless a flag selects one of the two."""
     from megatron.training import training
 
-    from megatron_het.distributed.groups import replaced
-
     if any(getattr(args, f"{which}_opt_param_scheduler", False) for which in ("override", "use_checkpoint")):
         return
-    for name in ("decoupled_lr", "decoupled_min_lr"):
-        before, now = getattr(common["args"], name, None), getattr(args, name, None)
+    for key in ("decoupled_lr", "decoupled_min_lr"):
+        before, now = getattr(common["args"], key, None), getattr(args, key, None)
         if None not in (before, now) and before != now:
-            flag = f"--{name.replace('_', '-')}"
-            raise CheckpointError(f"{flag} = {now!r}: {folder} was saved with {before!r}. {_REMEDY}")
+            raise CheckpointError(f"--{key.replace('_', '-')} = {now!r}: {folder} was saved with {before!r}. {_REMEDY}")
     if not (saved := common.get("opt_param_scheduler")) or not (args.train_iters or args.train_samples):
         return
     with replaced(training, get_args=lambda: copy.copy(args), update_train_iters=lambda _: None):

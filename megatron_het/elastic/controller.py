@@ -151,15 +151,12 @@ class Controller:
             self.say(f"node {message['node']} is to leave")
             self._release()
         elif kind == "replan":
-            self._replan()
-
-    def _replan(self) -> None:
-        try:
-            self.planner.renew()
-        except (ImportError, ValueError) as error:
-            self.say(f"a new plan was asked for, and nothing changes: {error}")
-        else:
-            self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
+            try:
+                self.planner.renew()
+            except (ImportError, ValueError) as error:
+                self.say(f"a new plan was asked for, and nothing changes: {error}")
+            else:
+                self._asked, self._considered, self._prepared = True, frozenset(), frozenset()
 
     def _note_ended(self, message: dict[str, Any]) -> None:
         self._ended[int(message["process"])] = message
@@ -238,7 +235,7 @@ class Controller:
                 self._proved.append(self._generation.plan)
             times, now_s = message["times"], Moment().wall_s
             late_s = now_s - times.get("told", now_s)  # the clock of its node may be another one
-            told = {key: message[key] for key in ("iteration", "last", "sent_bytes") if key in message}
+            told: dict[str, Any] = {key: message[key] for key in ("iteration", "last", "sent_bytes") if key in message}
             told["times"] = {name: at_s + late_s for name, at_s in times.items()}
             entry.setdefault("opened", {})[str(message["process"])] = told
             self._release()

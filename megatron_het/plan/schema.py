@@ -210,6 +210,16 @@ class ModelShape:
     """The kinds of a hybrid model's layers, as ``plan/schema.py`` reads them; empty for layers of one kind."""
 
     @property
+    def layout_end(self) -> str:
+        """The end of Megatron's layout string: layers for multi-token prediction, and the output layer."""
+        return "m" * self.mtp_num_layers + "L"
+
+    def check_later_layers(self) -> None:
+        """Raise a PlanError unless there are 0 to ``num_layers`` layers for multi-token prediction."""
+        if not 0 <= self.mtp_num_layers <= self.num_layers:
+            raise PlanError("model.mtp_num_layers", self.mtp_num_layers, f"must be 0 to {self.num_layers}")
+
+    @property
     def embeds_twice(self) -> bool:
         """Whether the last chunk holds the embedding's weights, too: as output layer, or for multi-token prediction."""
         return self.tied_embeddings or self.mtp_num_layers > 0

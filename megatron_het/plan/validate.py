@@ -398,8 +398,7 @@ def _check_layers(plan: Plan) -> None:
     if total != plan.model.num_layers:
         problem = f"add up to {total}, but model.num_layers is {plan.model.num_layers}"
         raise PlanError("stages[*].layers", [list(s.layers) for s in plan.stages], problem)
-    if not 0 <= (later := plan.model.mtp_num_layers) <= plan.model.num_layers:
-        raise PlanError("model.mtp_num_layers", later, f"must be 0 to {plan.model.num_layers}")
+    plan.model.check_later_layers()
 
 
 def _check_microbatches(stage: Stage, s: int, num_microbatches: int) -> None:

@@ -257,7 +257,11 @@ class PretrainHook:
                 if isinstance(error, RuntimeError):
                     self._boundary.failed(self._session)
                 if self._boundary.outlives_sessions:
-                    self._abandon()
+                    # The process goes on: keep the measurements, and close all connections.
+                    with contextlib.suppress(RuntimeError, OSError):
+                        self._session.finish_report()
+                    with contextlib.suppress(RuntimeError):
+                        self._session.close()
                 elif isinstance(error, RuntimeError) and (unexpected := _unexpected_result(args, error)):
                     sys.stderr.write(f"megatron_het: {unexpected}\n")
                     raise SystemExit(1) from None
@@ -307,13 +311,6 @@ class PretrainHook:
             raise
         self._finish()
         return result
-
-    def _abandon(self) -> None:
-        """End the session of a process that goes on: keep the measurements, and close all connections."""
-        with contextlib.suppress(RuntimeError, OSError):
-            self._session.finish_report()
-        with contextlib.suppress(RuntimeError):
-            self._session.close()
 
     def _route_data(self, args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
         placement = self._session.placement
