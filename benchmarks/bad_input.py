@@ -8,7 +8,6 @@ created in the wrong place.  Cases run in processes forked from one that has imp
 take seconds.
 """
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -36,7 +35,7 @@ from typing import Any
 
 from benchmarks.bad_input_cases import MARK, PLAN, Case, _start, document_text, good_files, mutated, random_numbers
 from benchmarks.bad_input_listed import ONCE_WRONG, in_order, listed
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import add_part_argument, command_line, part_of, write_report
 from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
 from megatron_het.plan import PlanError
@@ -401,22 +400,14 @@ def report_of(answers: Sequence[Answer], seed: int, of: int, part: str, earlier:
         if (found["seed"], found["of"]) != (seed, of):
             raise SystemExit(f"--add {file}: {found['of']} cases of seed {found['seed']}; this run: {of} of {seed}")
         for other in found["parts"]:
-            if other in parts or _part(other)[1] != _part(part)[1]:
+            if other in parts or part_of(other)[1] != part_of(part)[1]:
                 raise SystemExit(f"--add {file}: part {other} has cases that are in part {', '.join(parts)} too")
             parts.append(other)
         cases += found["cases"]
         counts.update({key: found[key] for key in KEYS})
         longest_s = max(longest_s, found["longest_s"])
-    report = {"benchmark": "bad_input", "seed": seed, "cases": cases, "of": of, "parts": sorted(parts, key=_part)}
+    report = {"benchmark": "bad_input", "seed": seed, "cases": cases, "of": of, "parts": sorted(parts, key=part_of)}
     return report | {key: counts[key] for key in KEYS} | {"longest_s": round(longest_s, 2)}
-
-
-def _part(text: str) -> tuple[int, int]:
-    """Parse ``I/N`` into I and N."""
-    index, _, parts = text.partition("/")
-    if not (index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 1 to N, as in 2/4")
-    return int(index), int(parts)
 
 
 def main() -> int:
@@ -424,9 +415,7 @@ def main() -> int:
     parser = command_line("benchmarks.bad_input", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the mutations (default %(default)s)")
     parser.add_argument("--count", type=int, default=1700, help="cases in all (default %(default)s)")
-    parser.add_argument(
-        "--part", type=_part, default=(1, 1), metavar="I/N", help="run the I-th of N parts of the cases"
-    )
+    add_part_argument(parser)
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of other parts, to be counted too"
     )

@@ -202,7 +202,8 @@ def _texts() -> Iterator[Case]:
     for group in _LISTED["texts"]:
         good = document_text(_documents()[group["document"]]) if "document" in group else group.get("in", "")
         for kind, given in group["kinds"].items():
-            text = good.replace(*map(written_out, given), 1) if isinstance(given, list) else written_out(given)
+            old, new = map(written_out, given if isinstance(given, list) else (good, given))
+            text = good.replace(old, new, 1)
             for name in group["as"]:
                 yield _case({"as": name}, kind, files={group["name"]: text})
 

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, scratch, write_report
+from benchmarks.machine import add_part_argument, command_line, scratch, write_report
 from benchmarks.parity import measure
 from megatron_het.plan import PlanError, save_plan
-from testing.cases import Case, common_flags
+from testing.cases import Case, Row, common_flags
 from testing.combination_cases import (
     PARAMETERS,
+    Feature,
     Pair,
     are_of_two_schedules,
     case_of,
@@ -111,7 +112,7 @@ def trained_cases(
         known: Plans that were trained before the table had all of its parameters; others are drawn for what they lack.
     """
     cases = list(known)
-    have = {frozenset(pair) for case in cases for pair in itertools.combinations(_chosen(case), 2)}
+    have = _groups(cases, 2)
     left = [pair for pair in wanted if pair not in refused and frozenset(pair) not in have]
     kinds = ("more", "more-pair") if known else ("plan", "pair")
     for attempt in range(2):
@@ -121,17 +122,22 @@ def trained_cases(
         drawn = [case_of(row, name, seed) for row, name in zip(rows, names, strict=True)]
         problems = argument_problems(drawn, folder / f"attempt-{attempt}")
         cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]
-        have = {frozenset(pair) for case in cases for pair in itertools.combinations(_chosen(case), 2)}
+        have = _groups(cases, 2)
         left = [pair for pair in left if frozenset(pair) not in have]
         if not left:
             return cases
     raise AssertionError(f"no plan has {[' and '.join(map(title, pair)) for pair in left]}, and no check refuses them")
 
 
-def _chosen(case: Case) -> list[tuple[str, Any]]:
-    """Returns the features of a case."""
-    row = case.chosen["row"]
+def chosen_features(row: Row) -> list[Feature]:
+    """Returns the features of a row."""
     return [feature for feature in features() if row[feature[0]] == feature[1]]
+
+
+def _groups(cases: Sequence[Case], size: int) -> set[frozenset[Feature]]:
+    """Returns the groups of so many features that are in one plan."""
+    found = (itertools.combinations(chosen_features(case.chosen["row"]), size) for case in cases)
+    return set(map(frozenset, itertools.chain.from_iterable(found)))
 
 
 def added(files: Sequence[Path], seed: int, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
@@ -246,7 +252,7 @@ def main() -> int:
     parser = command_line("benchmarks.combinations", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="of layers, routing and of which features a plan has")
     parser.add_argument("--check", action="store_true", help="look for refused pairs, and train nothing")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="train the I-th of N parts of the plans")
+    add_part_argument(parser)
     parser.add_argument("--only", metavar="NAME", default="*", help="plans by name; * stands for anything")
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], metavar="JSON", help="results of earlier runs with this seed"
@@ -262,13 +268,12 @@ def main() -> int:
         before = from_before(earlier, options.seed)
         cases = trained_cases(wanted, set(refused), options.seed, folder, before)
         check_entries(earlier, cases)
-        index, parts = map(int, options.part.split("/"))
+        index, parts = options.part
         new = [case for case in cases if case not in before]
         chosen = [case for case in new[index - 1 :: parts] if fnmatch.fnmatchcase(case.name, options.only)]
         chosen = [] if options.check else chosen
         entries = measure(chosen, folder / "runs", options.at_once, options.device) if chosen else []
     entries = sorted((earlier | {entry["name"]: entry for entry in entries}).values(), key=lambda e: str(e["name"]))
-    triples = {frozenset(t) for case in cases for t in itertools.combinations(_chosen(case), 3)}
     report = {
         "pairs": len(wanted),
         "of_two_schedules": len(pairs()) - len(wanted),
@@ -276,7 +281,7 @@ def main() -> int:
         "refused_pairs": {" and ".join(map(title, pair)): text for pair, text in refused.items()},
         "plans": len(cases),
         "trained": len(entries),
-        "triples": len(triples),
+        "triples": len(_groups(cases, 3)),
         "failed": failures(entries, options.device),
         "device": options.device,
         "seed": options.seed,

@@ -16,10 +16,8 @@ import fnmatch
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.dry_run import dry_run_cases
-from benchmarks.machine import command_line, save, write_report
+from benchmarks.machine import add_part_argument, command_line, save, scratch, write_report
 from benchmarks.models import case_for
 from benchmarks.parity import all_cases
 from megatron_het.plan import save_plan
@@ -256,16 +254,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="plans by name; * stands for anything")
     parser.add_argument("--ranks", metavar="RANK", nargs="+", type=int, default=[], help="of every plan (default all)")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="run the I-th of N parts of the plans")
+    add_part_argument(parser)
     parser.add_argument("--keep-waits", action="store_true", help="leave out no line that orders streams")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="JSON", help="results to go on with")
     options = parser.parse_args()
-    index, parts = map(int, options.part.split("/"))
+    index, parts = options.part
     cases = [case for case in cuda_cases() if any(fnmatch.fnmatchcase(case.name, name) for name in options.only)]
     options.chosen = every_rank(cases[index - 1 :: parts], options.ranks)
     if not options.chosen:
         parser.error(
-            f"--only {' '.join(options.only)} --ranks {' '.join(map(str, options.ranks))} --part {options.part}: "
+            f"--only {' '.join(options.only)} --ranks {' '.join(map(str, options.ranks))} --part {index}/{parts}: "
             "no such plan or rank"
         )
     return options
@@ -289,8 +287,6 @@ def left_to_do(runs: dict[str, Any], without: dict[str, Any]) -> list[Iteration]
 def main() -> int:
     """Command line.  The report is written after every run, so that an interrupted benchmark can be continued."""
     options = _options()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="cuda-iterations-"))
-    (folder / "without").mkdir(parents=True, exist_ok=True)
     runs, without = added(options.add)
 
     def carry_out(chosen: Sequence[Iteration], where: Path, found: dict[str, Any]) -> None:
@@ -301,13 +297,11 @@ def main() -> int:
             print(entry["name"], said, flush=True)
             save(options.json, report_of(runs, without))
 
-    try:
+    with scratch("cuda-iterations-", options.keep) as folder:
+        (folder / "without").mkdir(parents=True, exist_ok=True)
         carry_out([iteration for iteration in options.chosen if iteration.name not in runs], folder, runs)
         if not options.keep_waits:
             carry_out(left_to_do(runs, without), folder / "without", without)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     report = report_of(runs, without)
     write_report(options.json, report, unprinted=("cases", "without_a_wait"))
     return int(is_bad(report))

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import command_line, machine
+from benchmarks.machine import alternate, command_line, machine
 from megatron_het.plan import Plan, load_plan, save_plan
 from testing.cases import plain_flags, platform_words
 from testing.planner_cases import model_of, processors
@@ -232,17 +232,18 @@ def overhead(runner: Runner, scratch: Path, pairs: int) -> dict[str, Any]:
     """Measure the overhead of the watch: its own time in the process, and alternating runs with and without it."""
     folder = folder_of(planned((4, 4)), scratch / "overhead")
     stand_in = Scenario("overhead", (4, 4), ()).stand_in(10**9)
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
     own: dict[str, list[float]] = {"cpu_us": [], "wall_us": []}
-    for pair in range(pairs):
-        for side in ("on", "off") if pair % 2 == 0 else ("off", "on"):
-            run = scratch / "overhead" / f"{side}-{pair}"
-            runner.run(job(folder / "plan.json", run, 2 * AFTER, stand_in, "--het-watch", side))
-            seconds[side].append(median(times_of(run, 4)))
-            if side == "on":
-                reports = [json.loads(p.read_text())["watch"] for p in sorted((run / "ranks").glob("rank-*.json"))]
-                for name, found in own.items():
-                    found.append(max(r[name] / r["iterations"] for r in reports) / 1e6)
+
+    def run(side: str, pair: int) -> float:
+        where = scratch / "overhead" / f"{side}-{pair}"
+        runner.run(job(folder / "plan.json", where, 2 * AFTER, stand_in, "--het-watch", side))
+        if side == "on":
+            reports = [json.loads(p.read_text())["watch"] for p in sorted((where / "ranks").glob("rank-*.json"))]
+            for name, found in own.items():
+                found.append(max(r[name] / r["iterations"] for r in reports) / 1e6)
+        return median(times_of(where, 4))
+
+    seconds = alternate(("on", "off"), pairs, run)
     iteration_s = median(seconds["off"])
     ratios = [on / off - 1 for on, off in zip(seconds["on"], seconds["off"], strict=True)]
     return {

@@ -16,14 +16,12 @@ Ranks of an existing ``OUT`` that are not run again are kept, so that partial ru
 import fnmatch
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, save, write_report
+from benchmarks.machine import command_line, save, scratch, write_report
 from benchmarks.published.calibrate import SIZES
 from megatron_het.plan import Plan, save_plan
 from testing.cases import Case, build_plan, common_flags, with_schedule
@@ -456,25 +454,21 @@ def main() -> int:
     parser.set_defaults(which="some")
     parser.add_argument("--keep", type=Path, help="keep logs and figures in this folder")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="dry-run-"))
     chosen = [case for case in dry_run_cases() if fnmatch.fnmatchcase(case.name, options.only)]
     big = [plan for plan in big_plans() if fnmatch.fnmatchcase(plan.name, options.only)]
     chosen, big = chosen if options.part != "big" else [], big if options.part != "small" else []
     if not chosen and not big:
         parser.error(f"--only {options.only}: no such plan")
     entries = {part: kept(options.json, part) for part in ("cases", "big")}
-    steps = [("cases", small_plans(chosen, folder, options.which))] if chosen else []
-    steps += [("big", big_parts(big, folder, options.which))] if big else []
-    try:
+    with scratch("dry-run-", options.keep) as folder:
+        steps = [("cases", small_plans(chosen, folder, options.which))] if chosen else []
+        steps += [("big", big_parts(big, folder, options.which))] if big else []
         for part, made in steps:
             for entry in made:
                 print(json.dumps(entry), flush=True)
                 entries[part][_key(entry)] = entry
                 report = report_of(*(list(found.values()) for found in entries.values()))
                 save(options.json, report)
-    finally:
-        if options.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     write_report(options.json, report, unprinted=("cases", "big"))
     differs = report["bytes_difference"] > BYTES_BAR or report["flops_difference"] > 0
     off = (report["planner_memory_error"] or 0) > MEMORY_BAR or (report["seconds_per_rank_kind"] or 0) > SECONDS_BAR

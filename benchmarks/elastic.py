@@ -39,7 +39,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_processes import Forked, descendants, end, het_run
+from benchmarks.fault_processes import Forked, children, descendants, end, het_run
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.elastic.worth import HOST_BYTES_PER_S, LINK_BYTES_PER_S, grows_s
@@ -185,8 +185,7 @@ class ElasticJob:
 
     def workers(self, node: str) -> list[int]:
         """Returns the PIDs of a node's workers."""
-        agent = self.process(node)
-        return [int(one) for one in Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()]
+        return children(self.process(node))
 
     def worker(self, node: str) -> int:
         """Returns the PID of a node's first worker."""
@@ -284,12 +283,10 @@ class ForkedJob(ElasticJob):
         copy_every: str,
         make: Callable[[int], Plan] = plan_of,
         setup: Callable[[], None] = lambda: None,
-        *,
-        nodes: Mapping[str, int] = {"a": 1, "b": 1, "c": 1},
-        data: Sequence[str] = ("--mock-data",),
+        **options: Any,
     ) -> None:
         self._setup, self._others = setup, descendants(os.getpid())
-        super().__init__(folder, iterations, copy_every, make, nodes=nodes, data=data)
+        super().__init__(folder, iterations, copy_every, make, **options)
 
     def _begin(self, name: str, words: list[str]) -> Any:
         return _Node(lambda: het_run(words, self._setup), self.folder / f"{name}.txt", environment())

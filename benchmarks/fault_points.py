@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_processes import children
 from megatron_het.elastic.links import sockets
 from testing.probe import around
 
@@ -113,11 +114,9 @@ class Worker:
 def _end_node(*, with_workers: bool) -> None:
     """Kill this worker's agent; the kernel kills workers whose agent has died."""
     agent = os.getppid()
-    if with_workers:
-        others = Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()
-        for other in map(int, others):
-            if other != os.getpid():
-                os.kill(other, signal.SIGKILL)
+    for other in children(agent) if with_workers else ():
+        if other != os.getpid():
+            os.kill(other, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
     time.sleep(_STALL_S)
 
@@ -125,8 +124,7 @@ def _end_node(*, with_workers: bool) -> None:
 def _stop_node() -> None:
     """Stop every process of this node, the agent first: connections stay open, and nothing answers."""
     agent = os.getppid()
-    others = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split())
-    for process in (agent, *(other for other in others if other != os.getpid()), os.getpid()):
+    for process in (agent, *(other for other in children(agent) if other != os.getpid()), os.getpid()):
         os.kill(process, signal.SIGSTOP)
 
 

@@ -162,13 +162,14 @@ def descendants(of: int, but: Sequence[int] = ()) -> list[int]:
         but: Children that do not count, with all of theirs.
     """
     found = []
-    for child in _children(of):
+    for child in children(of):
         if child not in but:
             found += [child, *descendants(child)]
     return found
 
 
-def _children(process: int) -> list[int]:
+def children(process: int) -> list[int]:
+    """Returns the children of a process; none if it has ended."""
     with contextlib.suppress(OSError):
         return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8").split()))
     return []
@@ -195,7 +196,7 @@ def end(processes: Sequence[int]) -> None:
 def reap(known: Sequence[Forked]) -> None:
     """Reap adopted children that have ended; known children are left to their owners."""
     own = {process.pid for process in known if process.returncode is None}
-    for child in _children(os.getpid()):
+    for child in children(os.getpid()):
         if child not in own:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)

@@ -23,7 +23,6 @@ import random
 import resource
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,7 +46,7 @@ from benchmarks.fault_trials import (
     run,
     wrong_samples,
 )
-from benchmarks.machine import command_line, machine
+from benchmarks.machine import command_line, machine, save, scratch
 from megatron_het.lowering.programs import build
 from megatron_het.plan import save_plan
 from testing import rank_server
@@ -369,10 +368,6 @@ def prepare(folder: Path) -> None:
     gc.freeze()
 
 
-def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    file.write_text(json.dumps(summary(entries), indent=1) + "\n", encoding="utf-8")
-
-
 def main() -> int:
     """Command line; exit code 1 if a trial did not survive."""
     options, began_s = _options(), time.monotonic()
@@ -380,26 +375,26 @@ def main() -> int:
     if options.add is not None:
         entries = json.loads(options.add.read_text(encoding="utf-8"))["entries"]
     done = {(entry["seed"], entry["number"]) for entry in entries}
-    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
-    prepare(folder)
-    kinds = options.kinds or [kind for kind in KINDS if kind not in MOUNTS or can_mount(folder)]
-    numbers = range(options.first, options.first + options.trials)
-    with Runner() as runner:
-        lab = FaultLab(runner, folder / "lab")
-        _write(options.json, entries)
-        for number, seed in itertools.product(numbers, options.seed):
-            if (seed, number) in done or time.monotonic() - began_s > options.for_s:
-                continue
-            trial = drawn(seed, number, kinds[number % len(kinds)], folder / f"seed-{seed}")
-            where = folder / f"seed-{seed}" / f"trial-{number}"
-            last = {"seed": seed, "number": number} | carry_out(lab, trial, where, options.limit_s)
-            entries.append(last)
-            print(f"{seed}.{number} {last['kind']}: {last['failed'] or 'survived'} ({last['seconds']} s)", flush=True)
-            _write(options.json, entries)
-            if options.keep is None:
-                shutil.rmtree(where)
-    if options.keep is None:
-        shutil.rmtree(folder)
+    with scratch("faults-", options.keep) as given:
+        folder = given.resolve()
+        prepare(folder)
+        kinds = options.kinds or [kind for kind in KINDS if kind not in MOUNTS or can_mount(folder)]
+        numbers = range(options.first, options.first + options.trials)
+        with Runner() as runner:
+            lab = FaultLab(runner, folder / "lab")
+            save(options.json, summary(entries))
+            for number, seed in itertools.product(numbers, options.seed):
+                if (seed, number) in done or time.monotonic() - began_s > options.for_s:
+                    continue
+                trial = drawn(seed, number, kinds[number % len(kinds)], folder / f"seed-{seed}")
+                where = folder / f"seed-{seed}" / f"trial-{number}"
+                last = {"seed": seed, "number": number} | carry_out(lab, trial, where, options.limit_s)
+                entries.append(last)
+                said = last["failed"] or "survived"
+                print(f"{seed}.{number} {last['kind']}: {said} ({last['seconds']} s)", flush=True)
+                save(options.json, summary(entries))
+                if options.keep is None:
+                    shutil.rmtree(where)
     print(json.dumps({key: value for key, value in summary(entries).items() if key != "entries"}, indent=1))
     return int(any(entry["failed"] for entry in entries))
 

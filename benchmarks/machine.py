@@ -59,6 +59,20 @@ def add_begin_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--begin-s", type=float, default=math.inf, metavar="SECONDS", help=text)
 
 
+def add_part_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--part I/N``, for runs in pieces; its value is ``(I, N)``."""
+    text = "run the I-th of N parts of the cases"
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help=text)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Parse ``I/N`` into I and N."""
+    index, _, parts = text.partition("/")
+    if not (index.isdecimal() and parts.isdecimal() and 1 <= int(index) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 1 to N, as in 2/4")
+    return int(index), int(parts)
+
+
 @contextlib.contextmanager
 def scratch(prefix: str, keep: Path | None = None) -> Iterator[Path]:
     """Create a temporary folder for the files of the runs."""

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.combinations import argument_problems
+from benchmarks.combinations import argument_problems, chosen_features
 from benchmarks.machine import command_line, write_between_marks, write_report
 from benchmarks.parity import measure
 from megatron_het.features.registry import check_plan_alone
@@ -99,14 +99,9 @@ def drawn_rows(family: str, wanted: Sequence[Feature], rng: random.Random, seed:
                 continue
             row, more = row | {name: value}, more + 1
         rows.append(row)
-        have = chosen(row)
+        have = chosen_features(row)
         left = [f for f in left if f not in have]
     return rows
-
-
-def chosen(row: Row) -> list[Feature]:
-    """Returns the features of a row."""
-    return [feature for feature in features() if row[feature[0]] == feature[1]]
 
 
 def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) -> list[Case]:
@@ -120,7 +115,7 @@ def cases_for(family: str, refused: Sequence[Feature], seed: int, folder: Path) 
         drawn = [case_for(family, row, name, seed) for row, name in zip(rows, names, strict=True)]
         problems = argument_problems(drawn, folder / f"{family}-{attempt}")
         cases += [case for case, texts in zip(drawn, problems, strict=True) if not texts]
-        have = {feature for case in cases for feature in chosen(case.chosen["row"])}
+        have = {feature for case in cases for feature in chosen_features(case.chosen["row"])}
         left = [feature for feature in left if feature not in have]
         if not left:
             break

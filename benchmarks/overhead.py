@@ -7,11 +7,10 @@ Megatron itself logs, without the first iterations; a pair's figure is the ratio
 
 import re
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import alternate, command_line, write_report
+from benchmarks.machine import alternate, command_line, scratch, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from testing.cases import plain_flags, platform_words
 from testing.runner import Job, Runner, words
@@ -35,17 +34,17 @@ def iteration_s(log: str, skipped: int = 5) -> float:
     return statistics.median(times)
 
 
-def measure(pairs: int, iterations: int, scratch: Path) -> dict[str, object]:
+def measure(pairs: int, iterations: int, folder: Path) -> dict[str, object]:
     """Run the pairs and return the result."""
     model = ModelShape(_LAYERS, _HIDDEN, _HEADS, _HEADS, _SEQ)
     plan, flags = equal_stages(model, _MICROBATCHES), plain_flags(model, 255, _MICROBATCHES, iterations)
-    save_plan(plan, scratch / "plan.json")
+    save_plan(plan, folder / "plan.json")
     common = words("--lr 1e-3 --lr-decay-style constant --clip-grad 1.0", flags, platform_words(is_cuda=False))
-    sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {scratch / 'plan.json'}"}
+    sides = {"stock": "--pipeline-model-parallel-size 2", "plan": f"--het-plan {folder / 'plan.json'}"}
     with Runner() as runner:
 
         def run(side: str, pair: int) -> float:
-            argv, where = (*common, *words(sides[side])), scratch / f"{side}-{pair}"
+            argv, where = (*common, *words(sides[side])), folder / f"{side}-{pair}"
             pinned = Job(f"{side} {pair}", 2, argv, where, setup=("testing.probe:pin_rank", {}), timeout_s=600)
             return iteration_s(runner.run(pinned).log())
 
@@ -66,8 +65,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of runs (default 7)")
     parser.add_argument("--iterations", type=int, default=30, help="iterations per run (default 30)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        result = measure(options.pairs, options.iterations, Path(scratch))
+    with scratch("overhead-") as folder:
+        result = measure(options.pairs, options.iterations, folder)
     write_report(options.json, result)
 
 

@@ -18,9 +18,7 @@ largest (at most 0.10).
 import itertools
 import json
 import random
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +27,7 @@ from typing import Any
 
 from benchmarks.elastic import Changed, ForkedJob, Lines, change_pool
 from benchmarks.faults import prepare
-from benchmarks.machine import command_line, write_report
+from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from tools.planner.replay.policies import Change, Costs, Trace, run_elastic
 
@@ -195,14 +193,13 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for everything that the runs write")
     parser.add_argument("--add", type=Path, metavar="FILE", help="a result to go on with: its traces are in OUT too")
     options = parser.parse_args()
-    folder = (options.keep or Path(tempfile.mkdtemp(prefix="replay-"))).resolve()
-    prepare(folder)
     traces = {} if options.add is None else json.loads(options.add.read_text(encoding="utf-8"))["traces"]
-    traces |= {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
+    with scratch("replay-", options.keep) as given:
+        folder = given.resolve()
+        prepare(folder)
+        traces |= {str(seed): compare(folder / str(seed), seed, options) for seed in options.seed}
     document = {"worst_error": max(abs(trace["error"]) for trace in traces.values()), "traces": traces}
     write_report(options.json, document)
-    if options.keep is None:
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

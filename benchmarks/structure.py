@@ -127,10 +127,10 @@ TARGETS: dict[str, Target] = {
 }
 PRESENT: dict[str, Target] = {
     "product_lines": 71_800,
-    "all_lines": 135_930,
+    "all_lines": 134_850,
     "package_lines": BUDGET
     | {
-        "benchmarks": 14_960,
+        "benchmarks": 14_560,
         "examples": 2_170,
         "megatron_het": 1_550,
         "megatron_het/arguments": 1_000,
@@ -147,7 +147,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "megatron_het/store": 1_135,
-        "tests": 40_700,
+        "tests": 40_080,
         "tools/planner": 22_995,
     },
 }

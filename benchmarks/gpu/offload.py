@@ -16,7 +16,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.timings import Training, Width, train
-from benchmarks.machine import command_line, machine, save
+from benchmarks.machine import command_line, machine, save, scratch
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount
 from testing.cases import plain_flags, platform_words
@@ -140,28 +139,24 @@ def main() -> int:
         return 0
     size = SMALL if options.small else Size(tokens=options.tokens, microbatches=options.microbatches)
     common = {"device": torch.cuda.get_device_name() if is_cuda else "CPU", "machine": machine(), **asdict(size)}
-    folder = Path(tempfile.mkdtemp(prefix="gpu-offload-"))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     report, errors, longest_s = figures(runs), dict[str, str](), 0.0  # has ``not_run`` if no run ends in time
-    try:
-        with Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
-            for turn, name in itertools.product(range(options.rounds), VARIANTS):
-                begin_s, own = time.monotonic(), folder / name.replace(" ", "-")
-                if name in errors or begin_s + longest_s > deadline_s:
-                    continue
-                try:
-                    iterations = _WARMUP + options.iterations
-                    runs[name].append(run(runner, name, size, iterations, own, is_cuda, deadline_s))
-                    said = f"{runs[name][-1]['iteration_s']:.4f} s"
-                except VariantError as error:
-                    errors[name] = said = str(error)
-                longest_s = max(longest_s, time.monotonic() - begin_s)
-                sys.stdout.write(f"round {turn} {name:28} {said}\n")
-                sys.stdout.flush()
-                report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
-                save(options.json, report)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch("gpu-offload-") as folder, Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
+        for turn, name in itertools.product(range(options.rounds), VARIANTS):
+            begin_s, own = time.monotonic(), folder / name.replace(" ", "-")
+            if name in errors or begin_s + longest_s > deadline_s:
+                continue
+            try:
+                iterations = _WARMUP + options.iterations
+                runs[name].append(run(runner, name, size, iterations, own, is_cuda, deadline_s))
+                said = f"{runs[name][-1]['iteration_s']:.4f} s"
+            except VariantError as error:
+                errors[name] = said = str(error)
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+            sys.stdout.write(f"round {turn} {name:28} {said}\n")
+            sys.stdout.flush()
+            report = {**figures(runs), **common, "rounds": turn + 1, "runs": runs, "errors": errors}
+            save(options.json, report)
     shown = {key: report[key] for key in ("max_slowdown", "slowdowns", "passed", "not_run")}
     sys.stdout.write(json.dumps(shown, indent=1) + "\n")
     return 0 if report["passed"] or (options.small and not errors and not report["not_run"]) else 1

@@ -13,18 +13,16 @@ works on a CPU as well.
 import contextlib
 import functools
 import json
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import command_line, machine
+from benchmarks.machine import command_line, machine, scratch
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.safe_io import amount, check_target, read_json, write_json, write_text
 from testing.cases import plain_flags, platform_words
@@ -280,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> int:
     width = SMALL if options.small else Width()
     chosen: Sequence[Training] = LONGEST if options.longest else TRAININGS
     chosen = tuple(map(tiny, chosen)) if options.small else chosen
-    folder, runs = Path(tempfile.mkdtemp(prefix="gpu-timings-")), dict[str, dict[str, Any]]()
+    runs = dict[str, dict[str, Any]]()
     files = {t.name: documents(t, width, device, precision, memory) for t in chosen}
     kept: dict[str, Any] = {"bars": BARS, "kind": device, "machine": machine(), "predicted_s": {}}
 
@@ -298,7 +296,7 @@ def main(words: Sequence[str] | None = None) -> int:
             except (ValueError, subprocess.SubprocessError) as error:
                 print(f"{source} of {training.name}: {error}", flush=True)
 
-    try:
+    with scratch("gpu-timings-") as folder:
         with Runner("cuda" if is_cuda else "cpu", compiles=True) as runner:
             predict("catalog", None)  # while libraries are loaded
             for training in chosen:
@@ -319,8 +317,6 @@ def main(words: Sequence[str] | None = None) -> int:
             except (subprocess.SubprocessError, OSError) as error:
                 print(f"no profile: {error}", flush=True)
             keep()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(figures(runs, kept["predicted_s"]), indent=1))
     return int(any("error" in run for run in runs.values()))
 

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, scratch
 from benchmarks.models import case_for
 from benchmarks.parity import measure, with_precision
 from megatron_het.features.layer_graphs.spec import TRY
@@ -173,7 +172,6 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
             write_json(out, report())
 
     write_json(out, report())
-    folder = Path(tempfile.mkdtemp(prefix="gpu-trainings-"))
     limit_s = min(_CASE_S, max(1.0, deadline_s - time.monotonic()))
 
     def measure_group(number: int, members: list[Case]) -> None:
@@ -183,13 +181,11 @@ def train(chosen: Sequence[Case], out: Path, has_te: bool, deadline_s: float) ->
 
     # Cases wait for their reference: those of other references run beside them, with a rank server of their own.
     groups = groupby(sorted(chosen, key=_reference_key), key=_reference_key)
-    try:
+    with scratch("gpu-trainings-") as folder:
         with shared_gpu(folder) if device == "cuda" else contextlib.nullcontext(), ThreadPoolExecutor() as pool:
             started = [pool.submit(measure_group, i, list(members)) for i, (_, members) in enumerate(groups)]
         for one in started:
             one.result()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return report()
 
 

@@ -146,16 +146,6 @@ def test_replicas_of_equal_tp_must_not_cross(first: list[int], second: list[int]
             read(body)
 
 
-def test_truncated_file_is_one_clear_error_with_position(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    text = json.dumps(document(), indent=2)
-    path.write_text(text[: len(text) // 2])
-    with pytest.raises(PlanError, match=r"plan\.json.*line \d+, column \d+.*truncated"):
-        load_plan(path)
-    with pytest.raises(PlanError, match="no such file"):
-        load_plan(tmp_path / "absent.json")
-
-
 def test_a_bad_plan_does_not_overwrite_a_good_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = read(document())

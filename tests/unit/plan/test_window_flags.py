@@ -48,8 +48,3 @@ def test_a_plans_parameters_stay_unless_another_schedule_is_asked_for(tmp_path: 
 def test_no_other_schedule_has_a_window(tmp_path: Path):
     with pytest.raises(PlanError, match="--het-window.*1f1b has no parameter window.*ministage"):
         split_arguments([*FLAGS, "--het-schedule", "1f1b", "--het-window"])
-
-
-def test_the_window_names_the_flag_that_it_needs():
-    with pytest.raises(PlanError, match="training.distributed_optimizer.*: --use-distributed-optimizer"):
-        split_arguments([*flags(TWO_BY_TWO, ""), *MINISTAGE, "--het-window"])

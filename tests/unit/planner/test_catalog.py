@@ -42,7 +42,7 @@ from tools.planner.emit.options import extra_flags, node_kinds
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import catalog
-from tools.planner.inputs.cluster import cluster_from_document, load_cluster
+from tools.planner.inputs.cluster import cluster_from_document
 from tools.planner.inputs.files import (
     SLURM_RULES,
     folder_problem,
@@ -52,7 +52,7 @@ from tools.planner.inputs.files import (
     slurm_seconds,
     time_problem,
 )
-from tools.planner.inputs.model import Model, load_model, model_from_document
+from tools.planner.inputs.model import Model, model_from_document
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Found, Goal, in_pools
@@ -418,15 +418,6 @@ def test_constraints_that_are_expressions_need_a_heterogeneous_job(tmp_path: Pat
 def test_enough_learned_positions_or_none():
     for rows in (0, 128, 256):
         assert model_from_document({**MODEL, "learned_positions": rows}, "m.yaml").learned_positions == rows
-
-
-def test_missing_and_broken_files(tmp_path):
-    with pytest.raises(PlannerError, match="no such file"):
-        load_cluster(tmp_path / "none.yaml")
-    broken = tmp_path / "m.yaml"
-    broken.write_text("a: [1\nb: 2")
-    with pytest.raises(PlannerError, match="not YAML"):
-        load_model(broken)
 
 
 def test_parameters_of_known_models():

@@ -209,15 +209,6 @@ def test_other_points_of_the_same_layer_are_kept(tmp_path):
     assert len(profile.devices[0].timings) == 5
 
 
-def test_truncated_and_missing_files(tmp_path):
-    path = tmp_path / "profile.json"
-    with pytest.raises(PlannerError, match="no such file"):
-        load_profile(path)
-    path.write_text('{"format": ')
-    with pytest.raises(PlannerError, match="truncated"):
-        load_profile(path)
-
-
 # What layers cost by a profile: kinds of layers, divided experts, and what a pass costs besides its layers.
 
 GPU = "A100-40"
