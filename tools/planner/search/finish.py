@@ -155,7 +155,7 @@ class Class(NamedTuple):
     schedule: str
     divides: bool  # whether the narrowest stage divides all others
     pools: tuple[tuple[int, ...], ...]  # of every stage
-    splits_vocabulary: bool
+    is_split: bool
 
     @property
     def changes_of_kind(self) -> int:
@@ -220,7 +220,7 @@ def finish(
     memo.progress.finishing = True
     try:
         for schedule, is_split in product(SCHEDULES, (False, True)):
-            mine = {c: q for c, q in queues.items() if (c.schedule, c.splits_vocabulary) == (schedule, is_split)}
+            mine = {c: q for c, q in queues.items() if (c.schedule, c.is_split) == (schedule, is_split)}
             known, own = min([bound, *[entry.value(goal) for entry in found]]), list[Found]()
             for entry in _finalists(memo, outcome, estimator, effort, mine, place, bound=bound, known=known):
                 if is_within(goal, entry):
