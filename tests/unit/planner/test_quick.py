@@ -356,6 +356,10 @@ def test_replicas_of_a_node_share_its_network():
         link = simulate_block(made, candidate, made.estimate(candidate)).result.costs.link(0, 1)
         times.append((*made.transfer_times(candidate), 1 / link.bytes_per_s))
     assert times[1:] == [pytest.approx(times[0])] * 2
+    mixed, alike = ((Group(0, 1, 1), Group(0, 2, 1)), (Group(0, 2, 2),))  # two replicas, whatever their TP
+    eight = (Group(0, 1, 8),)
+    assert made.ways_s([eight, mixed], 1) == made.ways_s([eight, alike], 1)
+    assert made.ways_s([mixed, eight], 1) == made.ways_s([(Group(0, 1, 2),), eight], 1)
 
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}

@@ -33,8 +33,8 @@ from ..errors import PlannerError, plan_errors
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.packing import Room, Seat, pack, seat_replicas
-from .candidate import Candidate, Group, SequencePart, Stage, chunk_layers, normalised
-from .estimate import Estimate, Estimator, allocate
+from .candidate import Candidate, Group, SequencePart, Stage, allocate, chunk_layers, normalised
+from .estimate import Estimate, Estimator
 from .operating import mean_size
 from .schedules import SCHEDULES, is_ordered, schedule_of
 from .stages import extra_parameters, extras_of_plan, routes_of, sizes_of_plan

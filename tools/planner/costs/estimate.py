@@ -14,18 +14,7 @@ from ..errors import PlannerError
 from ..inputs.cluster import Cluster
 from ..inputs.model import Model
 from ..inputs.profile_schema import Profile
-from .candidate import (
-    Candidate,
-    Estimate,
-    Group,
-    GroupMemory,
-    Line,
-    Pipeline,
-    StageTimes,
-    allocate,
-    divided_alike,
-    rank_parameters,
-)
+from .candidate import Candidate, Estimate, Group, Line, Pipeline, StageTimes, divided_alike, rank_parameters
 from .layer import Runtime, Uncertainty, runtime_for
 from .layercost import costs_of
 from .operating import OperatingPoints
@@ -153,7 +142,7 @@ def _only_kind(stage: StageTimes, i: int) -> StageTimes:
     return replace(one, counts=[stage.counts[i]], in_flight=held, forward_s=f, backward_s=b)
 
 
-__all__ = ["Estimate", "Estimator", "GroupMemory", "StageTimes", "allocate"]
+__all__ = ["Estimate", "Estimator"]
 
 
 class Estimator(OperatingPoints):

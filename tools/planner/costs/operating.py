@@ -87,15 +87,16 @@ class Network:
         return found
 
     def _transfer_s(
-        self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool, units: int
+        self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool, sent: int, met: int
     ) -> float:
         """Seconds of one boundary tensor of ``size`` bytes from a replica to a replica of the next stage.
 
         Args:
-            units: Replicas, or parts of them, that send at once; those of one node share its network.
+            sent, met: Replicas of each pool, or parts of them, that send at once; those of one node share its network.
         """
         runtime, nodes = self.runtime, self.cluster.nodes
-        beside = max(1, *[min(units, nodes[p].gpus_per_node // t) for p, t in ((first, first_tp), (second, second_tp))])
+        ends = (sent, first, first_tp), (met, second, second_tp)
+        beside = max(1, *[min(units, nodes[p].gpus_per_node // t) for units, p, t in ends])
         local = local or (first == second and nodes[first].count == 1)
         local = local or self.cluster.in_one_node(nodes[first], nodes[second])
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
@@ -195,6 +196,9 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
         activation_bytes=last.activation_bytes
         + count * (layer.activation_bytes + first.activation_bytes + last.activation_bytes),
     )
+
+
+Ends = tuple[tuple[Group, ...], tuple[Group, ...]]  # all groups of two neighbouring stages
 
 
 class OperatingPoints:
@@ -405,12 +409,13 @@ class OperatingPoints:
         size, groups = self.boundary_bytes_per_sequence * micro_batch_size / cp, [g for stage in stages for g in stage]
         pool, gpus = groups[0].pool, cp * sum([g.tp * g.count for g in groups])
         local = {g.pool for g in groups} == {pool} and gpus <= self.cluster.nodes[pool].gpus_per_node
-        return max([self.hand_over_s(g, h, size, cp, local) for g in stages[-1] for h in stages[0]])
+        ends = stages[-1], stages[0]
+        return max([self.hand_over_s(g, h, size, cp, local, ends) for g, h in product(*ends)])
 
     def _way_s(self, a: tuple[Group, ...], b: tuple[Group, ...], used: dict[int, int], size: float, cp: int) -> float:
         """Seconds of one transfer from a stage to the next one; ``used``: GPUs of earlier stages, by pool."""
         if any(g.parts for g in (*a, *b)):
-            return max([self.hand_over_s(g, h, size, cp, False) for g in a for h in b])
+            return max([self.hand_over_s(g, h, size, cp, False, (a, b)) for g, h in product(a, b)])
         local: bool | None = None
         if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
             (pool, tp, count, *_), (_, other_tp, more, *_) = a[0], b[0]
@@ -423,23 +428,26 @@ class OperatingPoints:
             # stages of the same replicas divide the microbatches alike: nothing goes from one kind to another
             alike = [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]
             pairs = [*zip(a, b)] if alike else [*product(a, b)]
-            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local)) for g, h in pairs])
+            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local), (a, b)) for g, h in pairs])
         return known[key]
 
-    def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool) -> float:
+    def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool, stages: Ends) -> float:
         """Seconds of one boundary tensor from a replica to one of the next stage: those of its slowest part.
 
         A part sends, and receives, its tokens of the sequence over the slowest link to a part with common tokens.
 
         Args:
             size: Bytes of an equal part of ``cp``.
+            stages: All groups of both stages: replicas of a pool share the networks of its nodes, whatever their TP.
         """
-        units = cp * min(a.count, b.count)
+        own, others = stages
+        sent = cp * min(sum([g.count for g in own if g.pool == a.pool]), sum([g.count for g in others]))
+        met = cp * min(sum([g.count for g in others if g.pool == b.pool]), sum([g.count for g in own]))
         if not (a.parts or b.parts):
-            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, units=units)
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, sent, met)
         return max(
             self.network.transfer_s(
-                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, units=units
+                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, sent, met
             )
             for first, end, pool in _places(a, cp)
             for start, last, other in _places(b, cp)

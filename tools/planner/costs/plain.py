@@ -250,12 +250,16 @@ def _elapsed_s(steps: _Steps) -> float:
     return max([max(t, sent) + tail for t, sent, tail, first, after in ends if after > first], default=0.0)
 
 
+End = tuple[Group, tuple[Group, ...]]  # of a link: a group, and all groups of its stage
+
+
 class Wiring:
     """Links between replicas, which depend on their kinds and on whether they share a node.
 
     Attributes:
-        groups: For each device, its group of equal replicas.
+        groups: For each device, its group of equal replicas, and all groups of its stage.
         places: For each device, its node.
+        between: ``price``, cached.
         stages: By device, its stage, where what a device sends to several others of a stage goes one after the other;
             empty where each has one to send to.
 
@@ -265,20 +269,12 @@ class Wiring:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[End],
         places: Sequence[object],
-        price: Callable[[Group, Group, bool], Link],
+        price: Callable[[End, End, bool], Link],
         stages: Sequence[int] = (),
     ) -> None:
-        self.groups, self.places, self._price, self.stages = groups, places, price, stages
-        self._known: dict[tuple[Group, Group, bool], Link] = {}
-
-    def between(self, source: Group, target: Group, local: bool) -> Link:
-        """The link between two kinds of replicas."""
-        key = source, target, local
-        if key not in self._known:
-            self._known[key] = self._price(*key)
-        return self._known[key]
+        self.groups, self.places, self.between, self.stages = groups, places, cache(price), stages
 
     def __call__(self, source: int, target: int) -> Link:
         local = self.places[source] == self.places[target]

@@ -25,7 +25,7 @@ from .build import build_plan, in_order_of, part_of, replica_group, seats
 from .candidate import Candidate, Group, rank_parameters
 from .estimate import Estimate, Estimator
 from .operating import unit_of_device
-from .plain import Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
+from .plain import End, Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .schedules import PLAIN, schedule_of
 from .schedules.ministage import moves_s
 from .stages import attention_layers, passes_of_plan, sharding_s, stage_tails
@@ -170,8 +170,9 @@ class _Placed:
         tails = stage_tails(estimator, whole, self.scattered)
         last = candidate.head_stage
 
-        def price(a: Group, b: Group, local: bool) -> Link:
-            seconds = estimator.hand_over_s(a, b, size, candidate.cp, local)
+        def price(a: End, b: End, local: bool) -> Link:
+            (one, stage), (other, later) = a, b
+            seconds = estimator.hand_over_s(one, other, size, candidate.cp, local, (stage, later))
             fixed = min(seconds, estimator.runtime.transfer_latency_s)
             return Link(fixed, size / max(seconds - fixed, 1e-12))
 
@@ -189,9 +190,10 @@ class _Placed:
             for g, of in zip(stage.groups, self.estimate.memory_of(whole, s), strict=True)
         }
         groups, memories = zip(*[by_group[s, g] for s, g, _ in devices])
+        kinds = [(g, whole.stages[s].groups) for g, (s, *_) in zip(groups, devices)]
         routes = [[replica.microbatches for replica in stage.replicas] for stage in plan.stages]
         stage_of = [] if all(mine == routes[0] for mine in routes) else [s for s, _, _ in devices]
-        link = Wiring(groups, places, price, stage_of)
+        link = Wiring(kinds, places, price, stage_of)
         forward, backward, kept = self._passes()
         attention: list[Rows] = [[], []]
         if candidate.slices > 1:  # a later slice attends to more keys

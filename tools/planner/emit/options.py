@@ -304,8 +304,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             [], "FILE", "with --elastic: further plans, the best one first; if none fits the nodes, the job searches "
             "for one. With --step-batch-size-schedule: the plans of the other sizes", {"nargs": "+", "type": Path}),
         "--profile": (
-            None, "FILE", "profile.json that the plan was made from: --doctor compares devices with it, and replan "
-            "corrects it"),
+            None, "FILE", "profile.json that the plan was made from: it says which layers were measured, --doctor "
+            "compares devices with it, and replan corrects it"),
         "--extra": ("", "FLAGS", "further Megatron flags in one string: data, tokenizer, logging, ..."),
     })
 # fmt: on

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 from megatron_het.plan.validate import most_chunks
 from megatron_het.schedule.generators.one_f_one_b import SLACK
 
-from ..costs.candidate import Candidate, Group, Stage
-from ..costs.estimate import Estimate, Estimator, allocate
+from ..costs.candidate import Candidate, Group, Stage, allocate
+from ..costs.estimate import Estimate, Estimator
 from ..costs.plain import loops
 from ..costs.schedules import PLAIN, is_ordered, schedule_of
 from ..costs.stages import tail_s

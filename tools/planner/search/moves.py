@@ -6,8 +6,8 @@ from itertools import chain, permutations
 
 from megatron_het.schedule.generators.one_f_one_b import FASTER, choose_depths
 
-from ..costs.candidate import MEETING, Candidate, Stage, plain_group
-from ..costs.estimate import Estimate, Estimator, allocate
+from ..costs.candidate import MEETING, Candidate, Stage, allocate, plain_group
+from ..costs.estimate import Estimate, Estimator
 from ..costs.schedules import PLAIN, schedule_of
 from ..costs.simulation import block_s, work_of
 from ..costs.stages import stage_tails
