@@ -444,10 +444,10 @@ class OperatingPoints:
         sent = cp * min(sum([g.count for g in own if g.pool == a.pool]), sum([g.count for g in others]))
         met = cp * min(sum([g.count for g in others if g.pool == b.pool]), sum([g.count for g in own]))
         if not (a.parts or b.parts):
-            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, sent, met)
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, sent=sent, met=met)
         return max(
             self.network.transfer_s(
-                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, sent, met
+                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, sent=sent, met=met
             )
             for first, end, pool in _places(a, cp)
             for start, last, other in _places(b, cp)
