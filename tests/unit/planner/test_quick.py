@@ -487,6 +487,9 @@ def test_a_search_that_was_stopped_before_its_first_plan_names_the_limit(
     """And not the figures of the GPUs, none of which were looked up."""
     stopped = SearchResult("auto", interrupted=True)
     monkeypatch.setattr(commands, "search", lambda *_: stopped)
+    assert main([*limits[0], "--limit-s", "4"]) == 130  # by Ctrl-C, because time is left
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(Progress, "spent", True)
     assert main([*limits[0], "--limit-s", "4"]) == 2
     assert "--limit-s = 4.0: no plan was found in this time" in capsys.readouterr().err
 

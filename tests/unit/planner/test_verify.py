@@ -16,7 +16,7 @@ from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from tests.unit.planner.eight_layers import estimator, model
 from tools.planner.__main__ import main
-from tools.planner.cli import dry_run
+from tools.planner.cli import commands, dry_run
 from tools.planner.cli import dry_run as verify
 from tools.planner.costs.build import build_plan as planned
 from tools.planner.costs.candidate import Candidate, Group, Stage
@@ -197,6 +197,10 @@ def test_it_is_on_where_dry_runs_are_possible(words: list[str], dry: Dry, capsys
     monkeypatch.delenv("HET_PLAN_VERIFY")
     assert answer(plain, capsys)["verify"]["limit_s"] == verify.UNASKED_S and len(calls) == 1
     assert "verify" not in answer([*plain, "--no-verify"], capsys) and len(calls) == 1
+    search = commands.search
+    monkeypatch.setattr(commands, "search", lambda *given: replace(search(*given), interrupted=True))
+    assert "verify" not in answer(plain, capsys) and len(calls) == 1  # whoever presses Ctrl-C waits for nothing
+    assert answer(words, capsys)["verify"] and len(calls) == 2
 
 
 def test_ranks_without_transformer_engine_keep_their_attention_matrices(

@@ -152,7 +152,7 @@ def plan(options: argparse.Namespace) -> int:
         hint += "use --search auto, or GPUs with more memory"
         raise PlannerError("command line", "--search", options.search, problem, hint)
     checked = None
-    if verifier is not None:
+    if verifier is not None and (options.verify or not outcome.by_hand):
         with shown_progress(lambda: verifier.progress, options):
             checked = verifier.verified(estimator, outcome, lambda tighter: run_search(tighter, goal, options))
         best = checked.found
@@ -171,7 +171,7 @@ def plan(options: argparse.Namespace) -> int:
         body["verify"] = checked.as_json()
         tables += verified_lines(checked)
     else:
-        tables += unverified_lines(options, estimator)
+        tables += unverified_lines(options, estimator, outcome.by_hand)
     tight = best.candidate.recompute != "none" or max(g.tp for s in best.candidate.stages for g in s.groups) > 1
     if tight and not estimator.model.sequence_parallel:
         tables.append("sequence_parallel is false in the model: with true, plans with TP need less memory and time.")
@@ -191,7 +191,11 @@ def run_search(estimator: Estimator, goal: Goal, options: argparse.Namespace) ->
         return progress.text + (f", best {progress.best:.4g} {unit}" if progress.best < float("inf") else "")
 
     with cpu_limit(progress, options.limit_s), shown_progress(text, options):
-        return search(options.search, estimator, goal, progress, options.robust is not False)
+        outcome = search(options.search, estimator, goal, progress, options.robust is not False)
+    outcome.by_hand = outcome.interrupted and not progress.spent
+    if outcome.by_hand and outcome.best is None:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def require(outcome: SearchResult, estimator: Estimator, goal: Goal, options: argparse.Namespace) -> Found:

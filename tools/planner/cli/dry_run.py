@@ -394,9 +394,10 @@ def why_not_verified(estimator: Estimator) -> str:
     return "they know no fp8" if model.fp8 else "they cannot train this model" if model.not_run else ""
 
 
-def unverified_lines(options: argparse.Namespace, estimator: Estimator) -> list[str]:
-    """Returns the note on missing dry runs if ``--no-verify`` was not given."""
-    reason = "" if options.verify is False or _is_off() else why_not_verified(estimator)
+def unverified_lines(options: argparse.Namespace, estimator: Estimator, by_hand: bool) -> list[str]:
+    """Returns the note on missing dry runs if ``--no-verify`` was not given; ``by_hand``: Ctrl-C ended the search."""
+    why = "the search was interrupted" if by_hand else why_not_verified(estimator)
+    reason = "" if options.verify is False or _is_off() else why
     return [f"memory is by formula, not checked by dry runs of ranks: {reason}"] if reason else []
 
 

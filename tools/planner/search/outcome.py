@@ -210,6 +210,7 @@ class SearchResult:
     # when nothing holds all constraints: the candidate that misses them least
     nearest: tuple[Candidate, Estimate] | None = None
     interrupted: bool = False  # the search was stopped before its end
+    by_hand: bool = False  # by Ctrl-C, not by its limit
     exact: bool = False  # the optimum of the search space is proven (small clusters)
     evaluations: int = 0
     simulations: int = 0
