@@ -393,15 +393,16 @@ class OperatingPoints:
 
     def straddling(self, stages: Sequence[tuple[int, tuple[Group, ...]]], cp: int) -> list[bool]:
         """Whether each stage's replicas are on several nodes though one could hold them; nodes are filled in order."""
-        used: dict[int, int] = {}
+        used: dict[int, int] = {}  # GPUs of the stages so far, by pool
         out = []
         for _, groups in stages:
-            (pool, tp, count, *_), is_one, gpus = groups[0], True, 0
-            for other, tp, count, *_ in groups:
-                gpus, is_one = gpus + cp * tp * count, is_one and other == pool
-                used[other] = used.get(other, 0) + cp * tp * count
+            pool, gpus = groups[0].pool, cp * sum([g.tp * g.count for g in groups])
+            for g in groups:
+                used[g.pool] = used.get(g.pool, 0) + cp * g.tp * g.count
             per_node = self.cluster.nodes[pool].gpus_per_node
-            out.append(is_one and (used[pool] - gpus) // per_node != (used[pool] - 1) // per_node and gpus <= per_node)
+            first, last = used[pool] - gpus, used[pool] - 1
+            fits = gpus <= per_node and all(g.pool == pool for g in groups)
+            out.append(fits and first // per_node != last // per_node)
         return out
 
     def around_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> float:
