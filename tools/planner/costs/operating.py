@@ -400,9 +400,8 @@ class OperatingPoints:
             for g in groups:
                 used[g.pool] = used.get(g.pool, 0) + cp * g.tp * g.count
             per_node = self.cluster.nodes[pool].gpus_per_node
-            first, last = used[pool] - gpus, used[pool] - 1
             fits = gpus <= per_node and all(g.pool == pool for g in groups)
-            out.append(fits and first // per_node != last // per_node)
+            out.append(fits and (used[pool] - gpus) // per_node != (used[pool] - 1) // per_node)
         return out
 
     def around_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> float:
