@@ -66,7 +66,9 @@ def test_every_pinned_version_has_the_digests_of_its_files() -> None:
 
 def test_the_list_of_packages_is_that_of_this_environment() -> None:
     pinned = requirements.pinned(requirements.CONSTRAINTS)
-    installed = {requirements.normalised(found.name): found.version for found in metadata.distributions()}
+    # The first one on the path is imported: setuptools adds copies of its own at the end.
+    found = reversed([*metadata.distributions()])
+    installed = {requirements.normalised(one.name): one.version for one in found}
     if other := [name for name in pinned if installed.get(name) != pinned[name]]:
         pytest.skip(f"this environment has not the pinned versions of {', '.join(other)}")
     subprocess.run([sys.executable, ROOT / "scripts/requirements.py", "list", "--check"], check=True)
