@@ -387,6 +387,7 @@ def test_another_schedule_of_the_learning_rate_is_refused(tmp_path: Path, monkey
         check_optimizer_state(parser.parse_args(f"{flags} {given}".split()), tmp_path)
     for given, reason in {
         "--lr 2e-3": "this run's value 0.002 and value in .* 0.001 for learning rate .*--override-opt_param-scheduler",
+        "--min-lr 1e-5": "value 1e-05 and value in .* 0.0 for minimum learning rate",
         "--train-iters 8": "value 48 and value in .* 60 for total number of iterations .*; lengths are in samples",
     }.items():
         with pytest.raises(CheckpointError, match=reason):

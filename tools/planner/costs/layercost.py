@@ -221,6 +221,7 @@ class MeasuredCosts:
         model.check_profile(profile.model, file)
         self.model, self.profile, self.runtime, self.file = model, profile, runtime, file
         self.gpu, self.analytic = gpu, CatalogCosts(model, gpu, runtime)
+        self._of_transformer_engine = CatalogCosts(model, gpu, MEGATRON_HET)
         # The profile measures whole sequences without documents.
         plain = model.model_copy(update={"document_lengths": None})
         self._whole = self.analytic if model.document_lengths is None else CatalogCosts(plain, gpu, runtime)
@@ -257,12 +258,8 @@ class MeasuredCosts:
         layer: LayerKind = t.layer if t.layer in ("embedding", "head") else "layer"
         kinds = tuple((symbol, 1) for symbol, _ in self.model.kinds if MEASURED_AS[symbol] == t.layer)
         spread = Spread(ep=t.ep, slices=max(1, self.model.seq_length // t.slice_tokens), kinds=kinds)
-        measured, run = (
-            CatalogCosts(self.model, self.gpu, runtime).cost(
-                device.kind, layer, t.micro_batch_size, t.tp, t.recompute, spread
-            )
-            for runtime in (MEGATRON_HET, self.runtime)
-        )
+        at = device.kind, layer, t.micro_batch_size, t.tp, t.recompute, spread
+        measured, run = self._of_transformer_engine.cost(*at), self.analytic.cost(*at)
         names = ("forward_s", "backward_s", "activation_bytes", "workspace_bytes")
         found = {name: getattr(t, name) * getattr(run, name) / (getattr(measured, name) or 1.0) for name in names}
         return replace(t, **found)
