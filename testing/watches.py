@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,6 @@ def watch_documents(*, rank: int, out: str) -> None:
 # second one ignores the allocations of the parameter window: its peak is that of saved tensors, boundary inputs,
 # transfer buffers and workspace.  Neither counts host memory.
 _WINDOW_METHODS = ("restart", "handle", "before_backward")
-_RESIZING = ("fetch", "store", "open", "close", "open_gradients", "drop_gradients")
 
 
 def watch_window(*, rank: int, out: str) -> None:
@@ -186,9 +185,10 @@ class WindowWatcher(Watcher):
 
         @functools.wraps(setup)
         def metered(*positional: Any, **keywords: Any) -> Any:
-            from megatron_het.device.memory import CpuMemoryMeter
+            from megatron_het.device.memory import CpuMemoryMeter, resizes_seen
 
-            with CpuMemoryMeter() as meter, _resizes_shown(), meter.region("start") as visit:
+            meter = CpuMemoryMeter()
+            with meter, resizes_seen(meter.storages), meter.region("start") as visit:
                 result = setup(*positional, **keywords)
             self.found["start_bytes"] = visit.peak_bytes
             if self._loads is not None:
@@ -211,17 +211,19 @@ class WindowWatcher(Watcher):
         self.found["saving"] = session.feature("window").use.as_json()
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
-        from megatron_het.device.memory import CpuMemoryMeter
+        from megatron_het.device.memory import CpuMemoryMeter, resizes_seen
 
         session = positional[0]
         offload = session.feature("activation_offload")
         if offload is not None:
             offload.offload.pool.reset_peak()
-        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations:
+        everything, activations = CpuMemoryMeter(), CpuMemoryMeter()
+        with everything, activations:
             everything.add(_state(session))
             with (
                 _window_overlooked(activations),
-                _resizes_shown(),
+                resizes_seen(everything.storages),
+                resizes_seen(activations.storages),
                 everything.region("iteration") as whole,
                 activations.region("iteration") as part,
             ):
@@ -272,32 +274,6 @@ def _window_overlooked(activations: Any) -> Iterator[None]:
         for name in _WINDOW_METHODS:
             undo.enter_context(_replaced(ParameterWindow, name, overlooked))
         undo.enter_context(_replaced(ChunkWindow, "keep_gradient_shards", overlooked))
-        yield
-
-
-@contextlib.contextmanager
-def _resizes_shown() -> Iterator[None]:
-    """Context in which all meters count resizes by the parameter window at once."""
-    from megatron_het.features.window.chunk import ChunkWindow, HostCopy
-
-    def looking(tensors: Callable[..., Iterable[torch.Tensor]]) -> Callable[[Any], Any]:
-        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(method)
-            def run(self: Any, *positional: Any, **keywords: Any) -> Any:
-                result = method(self, *positional, **keywords)
-                for tensor in tensors(self, *positional):
-                    tensor.detach()  # an operator, at which meters update the size
-                return result
-
-            return run
-
-        return wrap
-
-    with contextlib.ExitStack() as undo:
-        for name in _RESIZING:
-            undo.enter_context(_replaced(ChunkWindow, name, looking(lambda chunk, *_: _tensors(chunk))))
-        for name in ("fetch", "store"):
-            undo.enter_context(_replaced(HostCopy, name, looking(lambda _copy, tensor: [tensor])))
         yield
 
 
