@@ -25,8 +25,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +38,7 @@ from megatron_het.checkpoint import choice
 from megatron_het.doctor.flags import main as check_flags
 from megatron_het.plan import PlanError
 from testing import rank_server
+from testing.forked import Forked
 from tools.planner.emit import options as checks
 
 _MANY = 5000
@@ -67,6 +66,7 @@ def reported() -> Iterator[Case]:
 
 
 CPU_S, CLOCK_S = 5.0, 20.0
+_SAVE_S = 120.0
 KEYS = ("clear", "accepted", "unclear", "traceback", "hang", "accepted_wrong", "executed", "written")
 _OUTPUTS = ("out.json", "plan.json.x", "run", "target", "t.svg")
 _MODULES = (
@@ -161,13 +161,11 @@ _BEGINNINGS: dict[str, tuple[Callable[[list[str]], None], tuple[type[Exception],
 def saved_checkpoint() -> dict[str, bytes]:
     """A small checkpoint in torch's format, by name of the file; a process of its own saves it, with threads."""
     with tempfile.TemporaryDirectory() as base:
-        pid = os.fork()
-        if pid == 0:
-            _save_checkpoint(Path(base) / "saved")
-            os._exit(0)
-        if os.waitpid(pid, 0)[1]:
-            raise RuntimeError("the checkpoint was not saved")
-        files = [file for file in Path(base).rglob("*") if file.is_file()]
+        saved, log = Path(base) / "saved", Path(base) / "log"
+        process = Forked(functools.partial(_save_checkpoint, saved), log)
+        if not process.finish(_SAVE_S) or process.returncode:
+            raise RuntimeError(f"the checkpoint was not saved: {log.read_text(errors='replace')[-400:]}")
+        files = [file for file in saved.rglob("*") if file.is_file()]
         return {str(file.relative_to(base)): file.read_bytes() for file in files}
 
 
@@ -195,44 +193,14 @@ def _parse_here(command: Sequence[str], *, env: Mapping[str, str], **_unused: An
     return subprocess.CompletedProcess(command, 0, said.getvalue())
 
 
-def _child(case: Case, folder: Path, log: Path) -> None:
-    """Runs the case and ends the process."""
+def _run_limited(case: Case, folder: Path) -> int:
+    """Run the case in a folder, with bounds on time and memory."""
     gc.freeze()  # or collections would copy what the parent holds, in the case's CPU time
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
     os.chdir(folder)
     checks.subprocess = SimpleNamespace(run=_parse_here, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
     resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    try:
-        code = _run_tool(case)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 2
-    except BaseException:
-        traceback.print_exc()
-        code = 70
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _wait(pid: int) -> tuple[int, float, bool]:
-    """Wait for the process; returns exit code, CPU seconds, and whether it had to be killed."""
-    deadline = time.monotonic() + CLOCK_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-    pause = 0.002
-    while True:
-        done, status, usage = os.wait4(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, False
-        if time.monotonic() > deadline:
-            os.kill(pid, 9)
-            _, _, usage = os.wait4(pid, 0)
-            return 124, usage.ru_utime + usage.ru_stime, True
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.05)
+    return _run_tool(case)
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
@@ -317,10 +285,9 @@ def run_case(case: Case, stubs: Path) -> Answer:
             else:
                 path.write_text(content, encoding="utf-8", errors="surrogatepass")
         before = _snapshot(folder)
-        pid = os.fork()
-        if pid == 0:
-            _child(case, folder, log)
-        code, seconds, ended = _wait(pid)
+        process = Forked(functools.partial(_run_limited, case, folder), log)
+        ended = process.finish(CLOCK_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
+        code, seconds = process.returncode or 0, process.cpu_s
         text = log.read_text(errors="replace")
         verdict, why = _judge(case, code, seconds, ended, text)
         misplaced = _misplaced(case, code, before, folder)
@@ -340,7 +307,7 @@ def _out_of(case: Case) -> str:
 
 
 def _judge(case: Case, code: int, seconds: float, ended: bool, text: str) -> tuple[str, str]:
-    if ended or seconds > CPU_S:
+    if not ended or seconds > CPU_S:
         return "hang", f"{seconds:.1f} s of CPU time"
     if "Traceback (most recent call last)" in text or code not in (0, 1, 2):
         return "traceback", ""

@@ -13,17 +13,15 @@ such runs.  With ``--keep-waits`` no line is left out.
 
 import argparse
 import fnmatch
+import functools
 import json
 import os
 import random
-import signal
-import sys
-import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.dry_run import dry_run_cases
 from benchmarks.machine import add_part_argument, command_line, save, scratch, write_report
@@ -32,10 +30,10 @@ from benchmarks.parity import all_cases
 from megatron_het.plan import save_plan
 from testing.cases import Case, build_plan, common_flags, machine_flags, with_schedule
 from testing.combination_cases import case_of, pair_row
+from testing.forked import Forked
 from testing.slimpipe_cases import PLAIN, sliced_case
 
 LIMIT_S = 600.0
-_POLL_S = 0.05
 STAGED = ("1f1b, mixed TP in a stage", "slimpipe")  # cases that run once more with ``--het-transport staged``
 _MORE = {
     "unequal-microbatches": ("sizes-4-2-mixed-4",),
@@ -133,35 +131,18 @@ def run_all(chosen: Iterable[Iteration], folder: Path) -> Iterator[dict[str, Any
     import_megatron(gpu=True, cuda=True)
     for number, iteration in enumerate(chosen):
         out = folder / f"{number}.json"
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            _leave(iteration, folder, out)
-        _wait(child)
+        Forked(functools.partial(_run, iteration, out), out.with_suffix(".log")).finish(LIMIT_S)
         if out.exists():
             yield {"name": iteration.name, **json.loads(out.read_text("utf-8"))}
         else:
             yield {"name": iteration.name, "error": f"no figures after {LIMIT_S:g} s"}
 
 
-def _wait(child: int) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() > deadline_s:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return
-        time.sleep(_POLL_S)
-
-
-def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
-    """Run the forked process."""
+def _run(iteration: Iteration, out: Path) -> None:
+    """Run an iteration in its process, and write its figures or its error."""
     plan = iteration.case.plan
     os.environ.update(RANK=str(iteration.rank), LOCAL_RANK="0", WORLD_SIZE=str(plan.world_size))
     try:
-        with out.with_suffix(".log").open("w", encoding="utf-8") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
         from megatron_het.dry_run.run import Setting, run
 
         plan_file = out.with_suffix(".plan.json")
@@ -171,11 +152,7 @@ def _leave(iteration: Iteration, folder: Path, out: Path) -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         figures = {"error": f"{type(error).__name__}: {error}"}
-    try:
-        out.write_text(json.dumps(figures), encoding="utf-8")
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
+    out.write_text(json.dumps(figures), encoding="utf-8")
 
 
 def in_operations(entry: dict[str, Any], of_experts: bool = False) -> int:

@@ -39,13 +39,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_processes import Forked, children, descendants, end, het_run
+from benchmarks.fault_processes import children, descendants, end, het_run
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
 from megatron_het.elastic.worth import HOST_BYTES_PER_S, LINK_BYTES_PER_S, grows_s
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
 from megatron_het.store import free_port
 from testing.cases import VOCABULARY, Weights, common_flags
+from testing.forked import Forked
 from testing.probe import write_dataset
 from testing.runner import REPOSITORY, Device
 from tools.planner.replay.policies import pauses_by_state

@@ -6,97 +6,21 @@ process that forks them adopts every process that outlives its parent, so that l
 
 import contextlib
 import ctypes
-import multiprocessing.process
-import multiprocessing.util
 import os
 import signal
 import stat
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, TimeoutExpired
 from types import SimpleNamespace
 from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from testing.forked import Forked
+
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
-
-
-class Forked:
-    """A forked process, with the part of ``subprocess.Popen``'s interface that an agent uses.
-
-    Args:
-        run: What it does; its result is the exit code.
-        log: File or descriptor for what it writes.
-        environment: Of the process.
-        own_session: Whether it is no part of this process's session.
-    """
-
-    def __init__(
-        self, run: Callable[[], int], log: Path | int, environment: Mapping[str, str], *, own_session: bool = True
-    ) -> None:
-        sys.stdout.flush()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os._exit(_be(run, log, environment, own_session))
-
-    def poll(self) -> int | None:
-        """Returns the exit code; None while the process runs."""
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):
-                found, status = os.waitpid(self.pid, os.WNOHANG)
-                if found:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        """Wait in bounded time; returns the exit code.
-
-        Raises:
-            TimeoutExpired: It still runs.
-        """
-        deadline_s = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline_s:
-                raise TimeoutExpired("forked process", timeout)
-            time.sleep(_POLL_S)
-        assert self.returncode is not None
-        return self.returncode
-
-    def kill(self) -> None:
-        """Send SIGKILL, if the process has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def _be(run: Callable[[], int], log: Path | int, environment: Mapping[str, str], own_session: bool) -> int:
-    """Run the function in the new process."""
-    try:
-        if own_session:
-            os.setsid()
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # none outlives the benchmark
-        # As multiprocessing does after its own forks: the parent's helpers are not this process's children.
-        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        target = log if isinstance(log, int) else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for number in (1, 2):
-            os.dup2(target, number)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        os.environ.clear()
-        os.environ.update(environment)
-        code = run()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    return code
 
 
 def het_run(words: Sequence[str], setup: Callable[[], None]) -> int:

@@ -18,13 +18,14 @@ from typing import Any
 
 from benchmarks import control_plane, fault_points
 from benchmarks.fault_points import Fault
-from benchmarks.fault_processes import Forked, descendants, end, het_run, reap
+from benchmarks.fault_processes import descendants, end, het_run, reap
 from megatron_het.elastic.__main__ import main as plain_het_run
 from megatron_het.elastic.pool import Process, assign
 from megatron_het.plan import Plan, PlanError, save_plan
 from megatron_het.store import free_port
 from testing.cases import MICROBATCHES, Case, Row, Weights, build_plan, common_flags
 from testing.combination_cases import PARAMETERS, case_of, needs
+from testing.forked import Forked
 
 # Random pools with plans for them: any schedule, mixed stages and options, and smaller plans for what is left.
 

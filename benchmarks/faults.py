@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fault_points import Fault
-from benchmarks.fault_processes import Forked, adopt_orphans
+from benchmarks.fault_processes import adopt_orphans
 from benchmarks.fault_trials import (
     BAR,
     SCHEDULES,
@@ -51,6 +51,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import save_plan
 from testing import rank_server
 from testing.cases import Weights, common_flags
+from testing.forked import Forked
 from testing.lab import Lab
 from testing.runner import Job, Runner
 

@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +25,7 @@ from megatron_het.lowering.ranks import BoundaryMap, edges
 from megatron_het.plan import ModelShape, Placement, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.runtime.channels import Channels
 from megatron_het.schedule.ir import Program
+from testing.forked import Forked
 
 # Plans of any world size for ``benchmarks.scale``, and the counts that need no run.
 
@@ -142,15 +142,17 @@ def run_ranks(world_size: int, body: Body, limit_s: float) -> tuple[list[dict[st
     port_reader, port_writer = Pipe(duplex=False)
     stop_reader, stop_writer = Pipe(duplex=False)
     spent_reader, spent_writer = Pipe(duplex=False)
-    store = _fork(lambda: _keep_store(world_size, port_writer, stop_reader, spent_writer))
-    children: dict[int, tuple[int, Connection]] = {}
+    own = sys.stdout.fileno()
+    store = Forked(lambda: _keep_store(world_size, port_writer, stop_reader, spent_writer), own)
+    children: dict[int, tuple[Forked, Connection]] = {}
     try:
         if not port_reader.poll(limit_s):
             raise RuntimeError("the store did not start")
         port = port_reader.recv()
         for rank in range(world_size):
             reader, writer = Pipe(duplex=False)
-            children[rank] = _fork(functools.partial(_rank, rank, world_size, port, body, writer, limit_s)), reader
+            work = functools.partial(_rank, rank, world_size, port, body, writer, limit_s)
+            children[rank] = Forked(work, own), reader
             writer.close()
         deadline = time.monotonic() + limit_s
         found: dict[int, dict[str, Any]] = {}
@@ -168,25 +170,8 @@ def run_ranks(world_size: int, body: Body, limit_s: float) -> tuple[list[dict[st
         stop_writer.send(None)
         return [found[rank] for rank in range(world_size)], spent_reader.recv() if spent_reader.poll(10.0) else 0.0
     finally:
-        for pid in (store, *(pid for pid, _ in children.values())):
-            _end(pid)
-
-
-def _fork(work: Callable[[], None]) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    return pid
-
-
-def _end(pid: int) -> None:
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
+        for process in (store, *(process for process, _ in children.values())):
+            process.finish(0.0)
 
 
 def _keep_store(world_size: int, port: Connection, stop: Connection, spent: Connection) -> None:

@@ -12,27 +12,24 @@ The server starts nothing that does not survive a fork: no threads, no process g
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
 import json
-import logging
-import multiprocessing.process
-import multiprocessing.util
+import multiprocessing
 import os
 import select
 import signal
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_het.store import free_port
-from testing.runner import Device, die_with_parent
+from testing.forked import Forked
+from testing.runner import Device
 
 _POLL_S = 0.01
 # Modules that a training imports late.
@@ -47,53 +44,23 @@ _LATE_IMPORTS = (
 )
 
 
-@dataclass
-class Rank:
-    """Task of a new forked process."""
-
-    rank: int
-    port: int
-    job: dict[str, Any]
-
-    def run(self) -> None:
-        """Set up session, log file, environment and command line of the rank, then run the entry.
-
-        Returns normally on success; exceptions and SystemExit of the entry are passed on.
-        """
-        job = self.job
-        os.setsid()
-        die_with_parent()
-        # Like multiprocessing after its own forks, because the server's helper is not this rank's child.
-        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        self._redirect(Path(job["log_dir"]) / f"rank-{self.rank}.log")
-        os.environ.update(
-            RANK=str(self.rank),
-            LOCAL_RANK=str(self.rank),
-            WORLD_SIZE=str(job["world_size"]),
-            LOCAL_WORLD_SIZE=str(job["world_size"]),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.port),
-        )
-        os.environ.update(job["environment"])
-        _take_device()
-        sys.argv = ["megatron_het.pretrain_gpt", *job["argv"]]
-        if job["setup"] is not None:
-            name, options = job["setup"]
-            _resolve(name)(rank=self.rank, **options)
-        _resolve(job["entry"])()
-
-    @staticmethod
-    def _redirect(log: Path) -> None:
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
-        os.close(nothing)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+def _run_rank(rank: int, port: int, job: dict[str, Any]) -> None:
+    """Set up environment and device of a rank, then run the entry of its job."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["world_size"]),
+        LOCAL_WORLD_SIZE=str(job["world_size"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.environ.update(job["environment"])
+    _take_device()
+    sys.argv = ["megatron_het.pretrain_gpt", *job["argv"]]
+    if job["setup"] is not None:
+        name, options = job["setup"]
+        _resolve(name)(rank=rank, **options)
+    _resolve(job["entry"])()
 
 
 def _resolve(name: str) -> Any:
@@ -106,47 +73,38 @@ class Running:
     """A job whose ranks have been forked."""
 
     job: dict[str, Any]
-    pids: dict[int, int]
+    ranks: list[Forked]
     start_s: float
     deadline_s: float
-    codes: dict[int, int] = field(default_factory=dict)
     finish_order: list[int] = field(default_factory=list)
     timed_out: bool = False
-    cpu_s: float = 0.0
 
     def collect(self) -> bool:
         """Note which ranks have ended; returns whether all have."""
-        for rank, pid in self.pids.items():
-            if rank in self.codes:
-                continue
-            found, status, usage = os.wait4(pid, os.WNOHANG)
-            if found:
-                self.cpu_s += usage.ru_utime + usage.ru_stime
-                self.codes[rank] = os.waitstatus_to_exitcode(status)
-                self.finish_order.append(rank)
-                if self.codes[rank]:
+        for number, rank in enumerate(self.ranks):
+            if number not in self.finish_order and rank.poll() is not None:
+                self.finish_order.append(number)
+                if rank.returncode:
                     grace = time.monotonic() + self.job["grace_s"]
                     self.deadline_s = min(self.deadline_s, grace)
-        return len(self.codes) == len(self.pids)
+        return len(self.finish_order) == len(self.ranks)
 
     def kill(self) -> None:
         """Kill all ranks and the processes that they have started."""
-        for rank, pid in self.pids.items():
+        for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            if rank not in self.codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
 
     def answer(self) -> dict[str, Any]:
         """Answer for the client when the job has ended."""
         return {
             "id": self.job["id"],
-            "returncodes": [self.codes[rank] for rank in sorted(self.codes)],
+            "returncodes": [rank.returncode for rank in self.ranks],
             "finish_order": self.finish_order,
             "timed_out": self.timed_out,
             "elapsed_s": time.monotonic() - self.start_s,
-            "cpu_s": self.cpu_s,
+            "cpu_s": sum(rank.cpu_s for rank in self.ranks),
         }
 
 
@@ -158,19 +116,12 @@ class Server:
         self._pending = b""
         self._open = True
 
-    def serve(self) -> Rank | None:
-        """Loop until standard input and all jobs have ended.
-
-        Returns:
-            In a forked process its task; in the server None.
-        """
+    def serve(self) -> None:
+        """Loop until standard input and all jobs have ended."""
         while self._open or self._running:
             for line in self._lines():
-                rank = self._start(json.loads(line))
-                if rank is not None:
-                    return rank
+                self._start(json.loads(line))
             self._collect()
-        return None
 
     def _lines(self) -> list[bytes]:
         if not self._open:
@@ -187,21 +138,18 @@ class Server:
         *lines, self._pending = (self._pending + data).split(b"\n")
         return lines
 
-    def _start(self, job: dict[str, Any]) -> Rank | None:
+    def _start(self, job: dict[str, Any]) -> None:
         port = free_port()
         # Two workers of pytest may find the same free port, so one takes even ports and the other odd ones.
         while port % 2 != int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
             port = free_port()
-        pids: dict[int, int] = {}
-        sys.stdout.flush()
+        ranks = []
         for rank in range(job["world_size"]):
-            pid = os.fork()
-            if pid == 0:
-                return Rank(rank, port, job)
-            pids[rank] = pid
+            log = Path(job["log_dir"]) / f"rank-{rank}.log"
+            log.unlink(missing_ok=True)  # of an earlier job in this folder
+            ranks.append(Forked(functools.partial(_run_rank, rank, port, job), log))
         now = time.monotonic()
-        self._running.append(Running(job, pids, now, now + job["timeout_s"]))
-        return None
+        self._running.append(Running(job, ranks, now, now + job["timeout_s"]))
 
     def _collect(self) -> None:
         for running in list(self._running):
@@ -211,7 +159,7 @@ class Server:
                 sys.stdout.write(json.dumps(running.answer()) + "\n")
                 sys.stdout.flush()
             elif time.monotonic() > running.deadline_s:
-                running.timed_out = running.timed_out or not any(running.codes.values())
+                running.timed_out = running.timed_out or not any(rank.returncode for rank in running.ranks)
                 running.kill()
 
 
@@ -308,7 +256,7 @@ def share_queue_server() -> None:
 
 
 def main() -> None:
-    """Run the server, or in a forked process a rank."""
+    """Run the server."""
     parser = argparse.ArgumentParser(prog="python -m testing.rank_server", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what ranks compute on")
     device = parser.parse_args().device
@@ -322,37 +270,7 @@ def main() -> None:
     gc.freeze()
     sys.stdout.write(json.dumps({"ready": os.getpid()}) + "\n")
     sys.stdout.flush()
-    rank = Server().serve()
-    if rank is None:
-        return
-    _leave(_exit_code(rank.run))
-
-
-def _exit_code(entry: Callable[[], None]) -> int:
-    """Run an entry; returns the exit code that a separate interpreter would have."""
-    try:
-        entry()
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
-        sys.stderr.write(f"{stop.code}\n")
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _leave(code: int) -> NoReturn:
-    """End a forked process like an interpreter, but without freeing all objects.
-
-    That would touch every imported object, and so copy the memory shared with the server: 0.6 s of
-    processor time per rank, a quarter of a small case's.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # ends executors' threads first, then waits for all others
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
+    Server().serve()
 
 
 if __name__ == "__main__":

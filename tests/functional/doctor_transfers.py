@@ -3,9 +3,8 @@
 With ``spoil`` rank 3 sends other values than it should, which the receiver must notice.
 """
 
+import functools
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron_het.doctor.links import Links
 from megatron_het.doctor.stress import Stress
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
 from megatron_het.store import Store, StoreServer
+from testing.forked import Forked
 
 WORLD, TOKEN = 4, "0123456789abcdef"
 _LIMIT_S = 120
@@ -52,21 +52,11 @@ def main() -> None:
     folder, spoil = Path(sys.argv[1]), "spoil" in sys.argv
     activate()  # imports for seconds, with others waiting for the rank
     server = StoreServer("127.0.0.1", 0, TOKEN)
-    children = []
-    for rank in range(WORLD):
-        child = os.fork()
-        if not child:
-            code = 1
-            signal.alarm(_LIMIT_S)  # a rank that hangs ends
-            try:
-                run(rank, server.port, folder, spoil)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
+    ranks = [functools.partial(run, rank, server.port, folder, spoil) for rank in range(WORLD)]
+    children = [Forked(rank, sys.stderr.fileno()) for rank in ranks]
     server.start()
     for child in children:
-        os.waitpid(child, 0)
+        child.finish(_LIMIT_S)
     answers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     names = Names(HOSTS)
     report: dict[str, object] = {}

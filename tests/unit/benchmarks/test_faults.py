@@ -17,6 +17,7 @@ from benchmarks.fault_trials import STEPS, Outcome, Pool, Trial, can_mount, draw
 from benchmarks.faults import KINDS, make, verdict
 from megatron_het.elastic.pool import Process, assign
 from testing.cases import MICROBATCHES
+from testing.forked import Forked
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_a_forked_worker_holds_no_connection_of_its_agent(tmp_path: Path):
         signal.pause()
         return 0
 
-    forked = fault_processes.Forked(run, tmp_path / "log.txt", {})
+    forked = Forked(run, tmp_path / "log.txt", {})
     theirs.close()
     ours.settimeout(10.0)
     try:
