@@ -62,6 +62,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+
 from benchmarks.structure_features import (
     MAX_FILES,
     MAX_OUTSIDE,
@@ -206,28 +208,8 @@ def room_of(module: Module) -> str:
 
 def _circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Returns groups of names that reach each other."""
-    reach = {name: _reachable(name, edges) for name in edges}
-    circles: list[list[str]] = []
-    seen: set[str] = set()
-    for name in sorted(edges):
-        if name in seen or name not in reach[name]:
-            continue
-        circle = sorted(other for other in reach[name] if name in reach[other])
-        seen.update(circle)
-        circles.append(circle)
-    return circles
-
-
-def _reachable(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
-    """Returns the names that can be reached from ``start`` in one or more steps."""
-    found: set[str] = set()
-    waiting = list(edges[start])
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += edges[name]
-    return found
+    graph = nx.DiGraph([(name, other) for name, others in edges.items() for other in others])
+    return sorted(sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1)
 
 
 def long_functions(modules: Sequence[Module]) -> Finding:

@@ -1,6 +1,4 @@
-"""A board without a store, a job whose controller is on it, and plans for its processes."""
-
-from __future__ import annotations
+"""A job whose controller has a board in this process, and plans for its processes."""
 
 import os
 import random
@@ -13,59 +11,10 @@ from megatron_het.elastic.controller import Controller
 from megatron_het.elastic.members import Bounds
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.plan import Plan
-from megatron_het.store import Strangers
 from testing.cases import build_plan
+from tests.unit.store.memory import MemoryStore
 
 WAIT_S = 60.0
-
-
-class Notes:
-    """A board in this process."""
-
-    def __init__(self) -> None:
-        self.documents: dict[str, Any] = {}
-        self.strangers = Strangers()
-
-    def put(self, key: str, document: Any, **_: Any) -> None:
-        self.documents[key] = document
-
-    def get(self, key: str, **_: Any) -> Any:
-        return self.documents.get(key)
-
-    def read(self, *keys: str, **_: Any) -> list[Any]:
-        return [self.documents.get(key) for key in keys]
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key for key in self.documents if key.startswith(prefix)]
-
-    def wait(self, keys: Any, unless: Any, _timeout_s: float) -> str:
-        if all(key in self.documents for key in keys):
-            return "there"
-        return "lost" if any(key in self.documents for key in unless) else "late"
-
-    def under(self, _prefix: str) -> Notes:
-        return self
-
-    def start(self) -> None:
-        pass
-
-    def has(self, key: str) -> bool:
-        return key in self.documents
-
-    def drop(self, *keys: str) -> None:
-        for key in keys:
-            self.documents.pop(key, None)
-
-    def count(self, key: str, **_: Any) -> int:
-        self.documents[key] = self.documents.get(key, 0) + 1
-        return int(self.documents[key])
-
-    def start_count(self, key: str, least: int) -> None:
-        self.documents[key] = max(self.documents.get(key, 0), least)
-
-    def post(self, document: Any, **_: Any) -> None:
-        self.put(f"inbox/{sum(key.startswith('posted') for key in self.documents) + 1}", document)
-        self.put(f"posted/{len(self.documents)}", True)
 
 
 def about(number: int, **more: Any) -> dict[str, Any]:
@@ -101,7 +50,7 @@ class Job:
         folder: For the controller's file.
         plans: The plans, or their sizes; the best one first.
         nodes: To wait for.
-        board: Another one than notes.
+        board: Another one than that in memory.
         planner: Another one than a list of the plans.
         bounds: Of the controller.
         more: Of the controller.
@@ -117,7 +66,7 @@ class Job:
         bounds: Bounds | None = None,
         **more: Any,
     ) -> None:
-        self.board: Any = board or Notes()
+        self.board: Any = board or MemoryStore()
         self.said: list[str] = []
         self.planner = planner or GivenPlans([one if isinstance(one, Plan) else plan(one) for one in plans])
         self.state = folder / "state.json"

@@ -19,7 +19,8 @@ from megatron_het.elastic.sessions import Outcome
 from megatron_het.elastic.worker import News, Setting, Worker
 from megatron_het.elastic.worth import describe
 from megatron_het.store import StoreError, TokenError
-from tests.unit.elastic.notes import Job, Notes, plan, trained
+from tests.unit.elastic.notes import Job, plan, trained
+from tests.unit.store.memory import MemoryStore
 
 TOKEN = "0123456789abcdef"
 PAIR, TRIPLE = [[1], [1]], [[1], [1, 1]]
@@ -37,7 +38,7 @@ def agent_of(folder: Path, say: Any = print, port: int = 1, **more: Any) -> Agen
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What agents and workers take for the job's board."""
-    notes = Notes()
+    notes = MemoryStore()
     monkeypatch.setattr(Setting, "board", lambda _: notes)
     return notes
 
@@ -181,7 +182,7 @@ def test_workers_that_crash_are_started_again(
 
     monkeypatch.setattr(agents.subprocess, "Popen", start)
     assert agent_of(tmp_path).run() == 1
-    posted = [document for key, document in board.documents.items() if key.startswith("inbox/")]
+    posted = board.read(*board.keys("inbox/"))
     assert [document["process"] for document in posted] == list(range(1, started + 1))
     assert [document["left"] for document in posted] == [1] * (started - 1) + [0]
 
@@ -238,7 +239,7 @@ def test_numbers_of_processes_are_not_given_again(tmp_path: Path):
     job = Job(tmp_path, PAIR)
     job.come(1, 2, 3)
     job.step()
-    fresh = job.board = Notes()
+    fresh = job.board = MemoryStore()
     job.start()
     assert fresh.count("processes") == 4
 
@@ -451,14 +452,14 @@ def test_a_controller_with_an_old_state_goes_on_with_what_runs(keeps_file: bool,
     job = trained(tmp_path, *PLANS)
     if not keeps_file:
         job.state.unlink()
-    board = job.board = Notes()
+    board = job.board = MemoryStore()
     again = job.start()
     running = Generation(3, plan(PAIR), (4, 7), (), ("n4", "n7"), loads=True)
     board.post({"type": "newer", "generation": running.to_json()})
     job.beat(4, 9), job.beat(7, 9)
     job.step(3)
     assert again._generation == running and {4, 7} <= set(again._members)
-    assert not [key for key in board.documents if key.endswith(("/lost", "/wanted")) or key.startswith("kill/")]
+    assert not [key for key in board.values if key.endswith(("/lost", "/wanted")) or key.startswith("kill/")]
     assert board.count("processes") == 8, "no number is given twice"
     board.post({"type": "exit", "process": 7, "node": "n7", "why": "was ended by signal 9"})
     job.ended(4, generation=3, iteration=9)

@@ -36,7 +36,7 @@ from megatron_het.plan.run_config import HetConfig
 from megatron_het.report import RunReport
 from megatron_het.store import StoreError, StoreServer
 from megatron_het.store.torch_store import TorchStore
-from tests.unit.elastic.notes import Notes, plan, runs, until
+from tests.unit.elastic.notes import plan, runs, until
 from tests.unit.store.memory import MemoryStore
 
 
@@ -321,7 +321,7 @@ def test_a_rank_says_that_it_leaves_before_its_session_is_taken_down(
     is_away: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Once, also where the controller is away at that moment."""
-    board: Any = Notes()
+    board: Any = MemoryStore()
     monkeypatch.setattr(Setting, "board", lambda _: board)
     worker = Worker(Setting("127.0.0.1", 1, "t", 4, "n1", "", str(tmp_path), 1, 1.0, "s"), [], lambda _: None)
     early: list[Any] = []
