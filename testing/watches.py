@@ -216,7 +216,7 @@ class WindowWatcher(Watcher):
         session = positional[0]
         offload = session.feature("activation_offload")
         if offload is not None:
-            offload.offload.pool.reset_peak()
+            offload.pool.reset_peak()
         everything, activations = CpuMemoryMeter(), CpuMemoryMeter()
         with everything, activations:
             everything.add(_state(session))
@@ -230,7 +230,7 @@ class WindowWatcher(Watcher):
                 result = step(*positional, **keywords)
         self.found["total_bytes"] = whole.peak_bytes
         self.found["activation_bytes"] = part.peak_bytes
-        host = offload.offload.pool.peak_bytes if offload is not None else 0
+        host = offload.pool.peak_bytes if offload is not None else 0
         self.found["host_activation_bytes"] = host
         return result
 

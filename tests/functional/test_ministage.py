@@ -205,7 +205,7 @@ def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: 
     """
     alone = build_plan([[1]], [5], random.Random(0), distributed_optimizer=True)
     stage = replace(alone.stages[0], layers=(1,) * 5)
-    offloaded = {"window": True, "offload": True, "offload_optimizer": True}
+    offloaded = {"window": True, "offload": True, "offload_optimizer": True, "offload_activations": 1.0}
     plan = replace(alone, stages=(stage,), schedule=ScheduleSpec("ministage", offloaded))
     setup = ("testing.watches:watch_window", {"out": str(tmp_path)})
     train(lab, plan, tmp_path / "run", setup=setup, fresh=True)
@@ -213,6 +213,7 @@ def test_start_and_save_never_hold_the_whole_stage(lab: MinistageLab, tmp_path: 
     window = json.loads((tmp_path / "run" / "rank-0.json").read_text(encoding="utf-8"))["window"]
     two_of_five = window["peak_parameter_bytes"]  # the first or the last one has a vocabulary besides
     assert two_of_five < watched["start_bytes"] < 2 * two_of_five
+    assert watched["host_activation_bytes"] > 0
     saving = watched["saving"]
     assert 0 < saving["peak_parameter_bytes"] < two_of_five
     assert 0 < saving["peak_optimizer_bytes"] <= window["peak_optimizer_bytes"]
