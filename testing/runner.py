@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
 _START_S = 600.0  # bound on the server's imports
 _TAIL_LINES = 40
+_LEAVE_S = 5.0
 
 
 class JobError(AssertionError):
@@ -243,13 +244,16 @@ class Runner:
         return json.loads(line)
 
 
-def run_in_session(command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
+def run_in_session(
+    command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str], folder: Path = REPOSITORY
+) -> int | None:
     """Run a command in a new session, and kill all processes of the session at the end.
 
     Args:
         command: Words of the command.
         log: File for the output; its folder is created.
         limit_s: Time limit.
+        folder: Where it runs.
 
     Returns:
         The exit code; None after the time limit.
@@ -257,10 +261,13 @@ def run_in_session(command: Sequence[str], log: Path, limit_s: float, environmen
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, **streams, start_new_session=True)
+        process = subprocess.Popen(command, cwd=folder, env=environment, **streams, start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks, which lead sessions of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_S)
         return None
     finally:
         end_session(process)

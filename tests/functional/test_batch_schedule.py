@@ -67,11 +67,11 @@ def test_equals_stock_megatron_with_the_schedule(lab: Lab, tmp_path: Path) -> No
     expected = steps(stock.log(), (1,))
     under_plans = ("--het-plan", *files, "--het-report", str(tmp_path / "report"))
     own = ("--pretrained-checkpoint" if word == "--load" else word for word in flags)
-    turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *own, *under_plans], tmp_path / "turns")  # starts again
-    found = steps(turns.log(1), ())
+    turns = launch(2, ["-m", "megatron_het.pretrain_gpt", *own, *under_plans], tmp_path / "turns.txt")  # starts again
+    found = steps(turns, ())
     for (loss, norm), (stock_loss, stock_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(stock_loss, rel=1e-5)
         assert norm == pytest.approx(stock_norm, abs=2e-3)  # the log has three decimals
-    evaluated = [[float(x) for x in re.findall(r"lm loss value: (\S+)", log)] for log in (stock.log(), turns.log(1))]
+    evaluated = [[float(x) for x in re.findall(r"lm loss value: (\S+)", log)] for log in (stock.log(), turns)]
     assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5) and len(evaluated[0]) > 3
     assert {file.name for file in (tmp_path / "report").iterdir()} == {"plan-0", "plan-1", "plan-2"}

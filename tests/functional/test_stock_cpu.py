@@ -64,7 +64,7 @@ def run(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Run:
         argv = (*MODEL, *TRAINING, *platform.activate().default_flags(), *flags)
         folder = tmp_path_factory.mktemp(name)
         if name == "whole":  # starts as a user does; forks of one process go on
-            return read_log(launch(1, [*ENTRY, *argv], folder, timeout_s=400).log(0))
+            return read_log(launch(1, [*ENTRY, *argv], folder / "log.txt", timeout_s=400))
         return read_log(runner.run(Job(name, world_size, argv, folder, timeout_s=400)).log())
 
     return run

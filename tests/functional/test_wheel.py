@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_het.megatron_patches.releases import find
-from tests.functional.launch import REPOSITORY, launch
+from testing.runner import REPOSITORY
+from tests.functional.launch import launch
 
 _SOURCES = ("megatron_het", "tools", "patches", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
@@ -155,6 +156,6 @@ def test_two_ranks_train_the_plan_from_another_folder(installed: Installed, plan
     if body["training"]["distributed_optimizer"]:
         command += ["--dist-ckpt-optim-fully-reshardable"]
     variables = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
-    launch(2, command, tmp_path / "logs", environment=variables, python=installed.python, folder=plan.parent)
+    launch(2, command, tmp_path / "log.txt", environment=variables, python=installed.python, folder=plan.parent)
     report = json.loads((plan.parent / "report" / "rank-1.json").read_text())
     assert len(report["losses"]) == 2
