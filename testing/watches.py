@@ -185,10 +185,9 @@ class WindowWatcher(Watcher):
 
         @functools.wraps(setup)
         def metered(*positional: Any, **keywords: Any) -> Any:
-            from megatron_het.device.memory import CpuMemoryMeter, resizes_seen
+            from megatron_het.device.memory import CpuMemoryMeter
 
-            meter = CpuMemoryMeter()
-            with meter, resizes_seen(meter.storages), meter.region("start") as visit:
+            with CpuMemoryMeter() as meter, meter.region("start") as visit:
                 result = setup(*positional, **keywords)
             self.found["start_bytes"] = visit.peak_bytes
             if self._loads is not None:
@@ -211,19 +210,16 @@ class WindowWatcher(Watcher):
         self.found["saving"] = session.feature("window").use.as_json()
 
     def metered(self, step: Step, positional: Any, keywords: Any) -> Any:
-        from megatron_het.device.memory import CpuMemoryMeter, resizes_seen
+        from megatron_het.device.memory import CpuMemoryMeter
 
         session = positional[0]
         offload = session.feature("activation_offload")
         if offload is not None:
             offload.pool.reset_peak()
-        everything, activations = CpuMemoryMeter(), CpuMemoryMeter()
-        with everything, activations:
+        with CpuMemoryMeter() as everything, CpuMemoryMeter() as activations:
             everything.add(_state(session))
             with (
                 _window_overlooked(activations),
-                resizes_seen(everything.storages),
-                resizes_seen(activations.storages),
                 everything.region("iteration") as whole,
                 activations.region("iteration") as part,
             ):

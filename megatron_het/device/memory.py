@@ -265,14 +265,17 @@ def limited_memory(platform: Platform, limit_bytes: int) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    meter = CpuMemoryMeter(limit_bytes)
-    with meter, resizes_seen(meter.storages):
+    with CpuMemoryMeter(limit_bytes):
         yield
 
 
+# The storages of all open meters of this process.
+_WATCHED: list[Storages] = []
+
+
 @contextlib.contextmanager
-def resizes_seen(storages: Storages) -> Iterator[None]:
-    """Context in which ``UntypedStorage.resize_``, which is not an operator, updates ``storages``, too."""
+def watched(storages: Storages) -> Iterator[None]:
+    """Context in which storages follow ``UntypedStorage.resize_``, which is not an operator, and :func:`uncounted`."""
     storage_type: Any = torch.UntypedStorage
     original = storage_type.resize_
 
@@ -282,24 +285,12 @@ def resizes_seen(storages: Storages) -> Iterator[None]:
         return result
 
     storage_type.resize_ = resize_
-    try:
-        yield
-    finally:
-        storage_type.resize_ = original
-
-
-# The storages of all open meters of this process.
-_WATCHED: list[Storages] = []
-
-
-@contextlib.contextmanager
-def watched(storages: Storages) -> Iterator[None]:
-    """Context in which :func:`uncounted` also applies to these storages."""
     _WATCHED.append(storages)
     try:
         yield
     finally:
         _WATCHED.remove(storages)
+        storage_type.resize_ = original
 
 
 class StorageWatch(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron_het.device.memory import Storages, StorageWatch, resizes_seen, uncounted, watched
+from megatron_het.device.memory import Storages, StorageWatch, uncounted, watched
 from megatron_het.dry_run.device_streams import HostWaits
 from megatron_het.dry_run.kernels import SELECT, Remembered, selected
 
@@ -337,7 +337,7 @@ class Tracker(StorageWatch):
         """Context in which the tracker counts."""
         if self._is_fake and self._remembers:
             self._remembered = Remembered(_fake_mode(), functools.partial(self._known.see, new=True))
-        with watched(self._known), resizes_seen(self._known), _objects_overlooked(), self:
+        with watched(self._known), _objects_overlooked(), self:
             yield
 
     def start_iteration(self) -> None:

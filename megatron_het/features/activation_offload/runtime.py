@@ -203,7 +203,6 @@ class ActivationOffload(feature.RuntimeFeature):
             source.record_stream(self._to_host)  # the allocator reuses the memory only after the copy
         if block.in_place:
             storage.resize_(0)
-            _bytes(storage, block.device)  # an operator, so that memory meters see the change
         else:
             block.storage = None
 
