@@ -84,19 +84,24 @@ def start_problems(starts: Sequence[tuple[int, Sequence[str]]], folder: Path) ->
 
 def check_starts() -> None:
     """Write the problems of every start in a file into another file; runs in a process of the rank server."""
+    asked, answer = map(Path, sys.argv[1:])
+    answer.write_text(json.dumps(problems_here(json.loads(asked.read_text(encoding="utf-8")))), encoding="utf-8")
+
+
+def problems_here(starts: Sequence[tuple[int, Sequence[str]]]) -> list[list[str]]:
+    """Returns the problems of each start (number of ranks and flags), found in this process."""
     from megatron_het import device as platform
     from megatron_het import megatron_patches as upstream
     from megatron_het.doctor.flags import problems_of
 
-    asked, answer = map(Path, sys.argv[1:])
     device = platform.activate()
     upstream.install("stock")
     found = []
-    for world_size, words in json.loads(asked.read_text(encoding="utf-8")):
+    for world_size, words in starts:
         os.environ["WORLD_SIZE"] = str(world_size)
         missing, problems = problems_of(tuple(words), device)
         found.append([*missing.values(), *problems])
-    answer.write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def trained_cases(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import control_plane, fault_points
+from benchmarks.combinations import problems_here
 from benchmarks.fault_points import Fault
 from benchmarks.fault_processes import descendants, end, het_run, reap
 from megatron_het.elastic.__main__ import main as plain_het_run
@@ -143,20 +145,11 @@ def _options(case: Case) -> Row:
 
 def problems(pool: Pool, files: Sequence[str]) -> list[str]:
     """Returns the problems for which the start would refuse any of the plans; runs in a process of its own."""
-    import os
-
-    from megatron_het import device as platform
-    from megatron_het import megatron_patches as upstream
-    from megatron_het.doctor.flags import problems_of
-
-    device = platform.activate()
-    upstream.install("stock")
-    found: list[str] = []
-    for plan, file in zip(pool.plans, files, strict=True):
-        os.environ["WORLD_SIZE"] = str(plan.world_size)
-        missing, texts = problems_of((*pool.flags(), "--mock-data", "--het-plan", file), device)
-        found += [*missing.values(), *texts]
-    return found
+    starts = [
+        (plan.world_size, (*pool.flags(), "--mock-data", "--het-plan", file))
+        for plan, file in zip(pool.plans, files, strict=True)
+    ]
+    return list(itertools.chain.from_iterable(problems_here(starts)))
 
 
 _POLL_S, _ENDS_S, _AWAY_S, _MOMENT_S, _GONE_S = 0.05, 40.0, 1.0, 3.0, 16.0

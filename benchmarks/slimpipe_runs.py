@@ -16,7 +16,7 @@ from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, Tr
 from megatron_het.schedule import Costs, Kind, Op, Program, Shape, generate
 from megatron_het.schedule.simulate import simulate
 from megatron_het.schedule.transfers import add_transfers, post_receives_early
-from testing.cases import machine_flags
+from testing.cases import machine_flags, plain_flags
 from testing.runner import Job, Runner, words
 
 
@@ -31,18 +31,9 @@ class Model:
     groups: int = 1
     vocabulary: int = 63
 
-    def flags(self) -> tuple[str, ...]:
-        """Returns Megatron's flags for the model."""
-        return words(
-            f"--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn} "
-            f"--num-attention-heads {self.heads} --group-query-attention "
-            f"--num-query-groups {self.groups} --normalization RMSNorm --swiglu "
-            "--position-embedding-type rope --disable-bias-linear "
-            "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-            f"--tokenizer-type NullTokenizer --vocab-size {self.vocabulary} "
-            "--make-vocab-size-divisible-by 32 --mock-data --split 100,0,0 "
-            "--no-create-attention-mask-in-dataloader"
-        )
+    def shape(self, tokens: int) -> ModelShape:
+        """Returns the shape for sequences of so many tokens."""
+        return ModelShape(self.layers, self.hidden, self.heads, self.groups, tokens, self.ffn)
 
 
 @dataclass(frozen=True)
@@ -80,13 +71,11 @@ def job(
     """Returns the job of a setting, whose ranks write ``watch-<rank>.json`` into ``folder``."""
     s = setting
     flags = [
-        *model.flags(),
+        *plain_flags(model.shape(s.seq_length), model.vocabulary, s.microbatches, iterations),
         *machine_flags(),
         *words(
-            f"--seq-length {s.seq_length} --max-position-embeddings {s.seq_length} "
-            f"--micro-batch-size 1 --global-batch-size {s.microbatches} --calculate-per-token-loss "
-            f"--train-iters {iterations} --lr 1e-4 --eval-iters 0 --eval-interval 1000 "
-            f"--log-interval 1 --pipeline-model-parallel-size {s.stages} "
+            f"--group-query-attention --num-query-groups {model.groups} --make-vocab-size-divisible-by 32 --lr 1e-4 "
+            f"--split 100,0,0 --no-create-attention-mask-in-dataloader --pipeline-model-parallel-size {s.stages} "
             "--distributed-timeout-minutes 10 --seed 1"
         ),
     ]
@@ -259,7 +248,7 @@ def slowed_watch(*, rank: int, slow: int, out: str, memory: bool, fused: bool) -
 def plan_of(model: Model, tokens: int, **parameters: Any) -> Plan:
     """Returns a plan of two stages of one rank; ``parameters`` are those of the exchange."""
     stages = tuple(Stage((n,), (Replica((s,), tuple(range(MICROBATCHES))),)) for s, n in enumerate(MIXED_LAYERS))
-    shape = ModelShape(sum(MIXED_LAYERS), model.hidden, model.heads, model.groups, tokens, model.ffn)
+    shape = replace(model, layers=sum(MIXED_LAYERS)).shape(tokens)
     schedule = ScheduleSpec("slimpipe", {"slices": SLICES, **parameters})
     return Plan(shape, TrainingShape(1, MICROBATCHES), stages, schedule)
 
