@@ -61,21 +61,16 @@ class Translation:
         return dict_list_map_outplace(self._load_entry, state)
 
     def _load_entry(self, entry: Any) -> Any:
-        from megatron.core.dist_checkpointing.mapping import (
-            LocalNonpersistentObject,
-            ShardedObject,
-            ShardedTensor,
-            ShardedTensorFactory,
-        )
+        """Returns an entry of this run's state under its name and place in the checkpoint."""
+        from megatron.core.dist_checkpointing import mapping
 
         if self._is_new(entry):
-            return LocalNonpersistentObject(entry.data)
-        if isinstance(entry, ShardedTensorFactory):
-            build = entry.build_fn
+            return mapping.LocalNonpersistentObject(entry.data)
+        if isinstance(entry, mapping.ShardedTensorFactory):
             made = copy.copy(entry)
-            made.build_fn = lambda *positional: self.of_state(build(*positional))
+            made.build_fn = lambda *positional: self.of_state(entry.build_fn(*positional))
             return made
-        if not isinstance(entry, ShardedObject | ShardedTensor):
+        if not isinstance(entry, mapping.ShardedObject | mapping.ShardedTensor):
             return entry
         if self.norms[0] in entry.key:
             return replace(entry, key=entry.key.replace(*self.norms))
@@ -83,17 +78,14 @@ class Translation:
         if found is None:
             return entry
         before, number, name = found.groups()
-        mine = entry.global_offset[0] if number is None else int(number)
-        saved = (self.attention if name.startswith(_OF_ATTENTION) else self.rest)[mine]
-        prefix = before if self.stacked else f"{before}{saved}."
-        key = next((prefix + one for one in _spellings(name) if prefix + one in self.saved), prefix + name)
-        if isinstance(entry, ShardedObject):
-            if not any(one.startswith(f"{key}/") for one in self.saved):
-                return LocalNonpersistentObject(entry.data)
-            place = ((self.stacked,), (saved,)) if self.stacked else ((1,), (0,))
-            return replace(entry, key=key, global_shape=place[0], global_offset=place[1])
         own = 0 if number is not None else 1  # the dimension of layers, if this run stacks them in one tensor
+        saved = self._saved_layer(name, int(number or entry.global_offset[0]))
+        key = self._saved_key(before if self.stacked else f"{before}{saved}.", name)
         first = ((self.stacked,), (saved,), (self.stacked,)) if self.stacked else ((), (), ())
+        if isinstance(entry, mapping.ShardedObject):
+            if not any(one.startswith(f"{key}/") for one in self.saved):
+                return mapping.LocalNonpersistentObject(entry.data)
+            return replace(entry, key=key, global_shape=first[0] or (1,), global_offset=first[1] or (0,))
         return replace(
             entry,
             key=key,
@@ -102,6 +94,14 @@ class Translation:
             axis_fragmentations=first[2] + tuple(entry.axis_fragmentations or ())[own:],
             prepend_axis_num=entry.prepend_axis_num - own + len(first[0]),
         )
+
+    def _saved_layer(self, name: str, mine: int) -> int:
+        """Returns which layer of the checkpoint has the parameter ``name`` of this run's layer ``mine``."""
+        return (self.attention if name.startswith(_OF_ATTENTION) else self.rest)[mine]
+
+    def _saved_key(self, prefix: str, name: str) -> str:
+        """Returns the key of a layer's parameter in the checkpoint, where norms may have their alternative names."""
+        return next((prefix + one for one in _spellings(name) if prefix + one in self.saved), prefix + name)
 
     def _is_new(self, entry: Any) -> bool:
         """Whether an entry is empty, or of a layer that a GPTModel does not have, so that it is not loaded."""
