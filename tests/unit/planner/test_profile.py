@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import resource
 import socket
 from dataclasses import asdict, replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,6 +142,15 @@ def test_a_machine_without_loopback_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=OSError(101, "Network is unreachable")))
     with pytest.raises(PlannerError, match="cannot reach each other there: Network is unreachable. Try 'ip link"):
         run_profile(settings(), 1)
+
+
+def test_a_window_of_passes_finds_its_memory_touched() -> None:
+    from tools.planner.profile.layers import _make_room
+
+    _make_room()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    _ = [torch.zeros(2 << 20, dtype=torch.uint8) for _ in range(64)]  # 32,768 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
 
 
 def test_numbers() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -47,13 +48,7 @@ def on_gpu() -> bool:
 
 def has_transformer_engine() -> bool:
     """Whether training would use Transformer Engine here."""
-    if not on_gpu():
-        return False
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return on_gpu() and HAVE_TE
 
 
 def transformer_config(settings: ProfileSettings, point: Point, layers: int) -> TransformerConfig:
@@ -322,7 +317,6 @@ def measure(settings: ProfileSettings, point: Point, barrier: Callable[[], None]
             fixed.append((2 * once[0] - twice[0], 2 * once[1] - twice[1]))
         barrier()
         watch = Stopwatch()
-        watch.mark("start")
         _repeat(settings.window_s / 2, functools.partial(_step, part, watch), group)
         update.append(watch.mean_s("update"))
         if point.tp == 1 and point.layer not in ENDS and not on_gpu():
@@ -378,10 +372,21 @@ def _double(settings: ProfileSettings, point: Point) -> Part | None:
 
 def _pass_s(part: Part, window_s: float, group: Any) -> tuple[float, float]:
     """Mean seconds of a forward and of a backward."""
+    _make_room()
     watch = Stopwatch()
-    watch.mark("start")
     _repeat(window_s, functools.partial(_pass, part, watch), group)
     return watch.mean_s("forward"), watch.mean_s("backward")
+
+
+def _make_room() -> None:
+    """Touch free memory of this process, so that page faults of a growing heap do not count as time of a layer.
+
+    glibc before 2.38 seldom finds a free aligned block again, so that a loop over one layer makes the heap grow with
+    every pass.  Training, where the blocks of many layers are freed together, does not.
+    """
+    if not on_gpu():
+        # Blocks below the size from which on glibc returns them to the kernel (``device/cpu.py``), all held at once.
+        _ = [torch.zeros(16 << 20, dtype=torch.uint8) for _ in range(16)]
 
 
 def _fixed_s(differences: list[float], whole_s: float) -> float:
