@@ -1,7 +1,6 @@
 """The git patch for a Megatron-LM checkout: it applies, and the patched script trains."""
 
 import os
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, save_plan
+from testing.cases import plain_flags
 from testing.runner import REPOSITORY
 from tests.functional.launch import launch
 
@@ -20,18 +20,13 @@ pytestmark = pytest.mark.skipif(
     not _CHECKOUT, reason="MEGATRON_LM_PATH does not name a Megatron-LM checkout (tag core_v0.19.0)"
 )
 
-_FLAGS = shlex.split(
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --normalization RMSNorm --swiglu "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --eval-iters 1 --eval-interval 100 --log-interval 1 --calculate-per-token-loss "
-    "--attention-dropout 0 --hidden-dropout 0"
-)
+_SHAPE = ModelShape(2, 32, 4, 4, 16)
+_FLAGS = (*plain_flags(_SHAPE, vocabulary=127, microbatches=2, iterations=2), "--lr", "1e-3")
 
 
 def _plan(path: Path) -> Path:
     stages = tuple(Stage((1,), (Replica((rank,), (0, 1)),)) for rank in range(2))
-    save_plan(Plan(ModelShape(2, 32, 4, 4, 16), TrainingShape(1, 2), stages), path)
+    save_plan(Plan(_SHAPE, TrainingShape(1, 2), stages), path)
     return path
 
 

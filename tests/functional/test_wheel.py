@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_het.megatron_patches.releases import find
-from testing.runner import REPOSITORY
+from megatron_het.plan import ModelShape
+from testing.cases import machine_flags, plain_flags
+from testing.runner import REPOSITORY, words
 from tests.functional.launch import launch
 
 _SOURCES = ("megatron_het", "tools", "patches", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
@@ -38,16 +40,11 @@ precision: fp32
 tied_embeddings: false
 """
 
-_FLAGS = """
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3
-    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
-    --untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer --vocab-size 127
-    --eval-iters 0 --eval-interval 100 --log-interval 1 --calculate-per-token-loss --split 90,10,0
-    --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-rope-fusion
-    --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --distributed-backend gloo --distributed-timeout-minutes 2
-"""
+_SHAPE = ModelShape(2, 32, 4, 4, 16, ffn_hidden_size=64)
+_FLAGS = (
+    *plain_flags(_SHAPE, vocabulary=127, microbatches=4, iterations=2),
+    *words("--lr 1e-3 --split 90,10,0 --distributed-timeout-minutes 2", machine_flags()),
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def test_two_ranks_train_the_plan_from_another_folder(installed: Installed, plan
     body = json.loads(plan.read_text())
     ranks = [rank for stage in body["stages"] for replica in stage["replicas"] for rank in replica["ranks"]]
     assert sorted(ranks) == [0, 1]
-    command = ["-m", "megatron_het.pretrain_gpt", *_FLAGS.split(), "--het-plan", str(plan), "--het-report", "report"]
+    command = ["-m", "megatron_het.pretrain_gpt", *_FLAGS, "--het-plan", str(plan), "--het-report", "report"]
     if body["training"]["distributed_optimizer"]:
         command += ["--dist-ckpt-optim-fully-reshardable"]
     variables = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
