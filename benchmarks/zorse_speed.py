@@ -67,17 +67,12 @@ class Setting:
         )
 
 
-def pin(*, rank: int, cores: list[list[int]]) -> None:
-    """Pin this rank to its cores (a ``Job.setup``); threads that are started later inherit this."""
-    os.sched_setaffinity(0, set(cores[rank]))
-
-
-def unequal_cores(ranks: int) -> list[list[int]]:
-    """Returns the cores of the ranks: rank 0 has the first core alone, all others share the second."""
+def unequal_cores(ranks: int) -> list[int]:
+    """Returns the core of every rank: rank 0 has the first core alone, all others share the second."""
     available = sorted(os.sched_getaffinity(0))
     if len(available) < 2:
         sys.exit("error: this benchmark needs two cores, so that one process has one of its own")
-    return [available[:1], *([available[1:2]] * (ranks - 1))]
+    return [available[0], *([available[1]] * (ranks - 1))]
 
 
 def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> float:
@@ -86,7 +81,7 @@ def run(runner: Runner, setting: Setting, folder: Path, iterations: int) -> floa
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     argv = arguments(plan, folder, _WARMUP + iterations)
-    setup = ("benchmarks.zorse_speed:pin", {"cores": unequal_cores(plan.world_size)})
+    setup = ("testing.probe:pin", {"cores": unequal_cores(plan.world_size)})
     runner.run(Job(setting.name, plan.world_size, argv, folder, setup=setup, timeout_s=300.0))
     reports = [json.loads((folder / f"rank-{r}.json").read_text("utf-8")) for r in range(plan.world_size)]
     rows = [[i for i in r["iterations"] if not i["metered"] and i["elapsed_s"]][_WARMUP - 1 :] for r in reports]
