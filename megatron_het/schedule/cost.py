@@ -23,8 +23,9 @@ class Link:
 
     latency_s: float = 0.0  # added to every message; does not occupy the link
     bytes_per_s: float = math.inf  # bandwidth
-    # names of resources that only one message at a time uses (a network card, a switch port)
-    shared: tuple[str, ...] = ()
+    # resources that messages of other links use, too (a network card, a switch port), and their bytes per second: each
+    # message gets its time on them as soon as it is ready, first come, first served
+    shared: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or not self.bytes_per_s > 0:

@@ -163,7 +163,7 @@ class _Engine:
         self.cause = [-1] * count
         self.duration = durations(graph, costs)
         self.queues: list[list[int]] = []
-        self.link: dict[int, tuple[float, tuple[str, ...]]] = {}
+        self.link: dict[int, tuple[float, list[tuple[str, float]]]] = {}
         self.occupied: dict[int, float] = {}
         self.posting: dict[int, float] = {}
         self.waits = list(graph.waits)
@@ -206,7 +206,7 @@ class _Engine:
                     f"{describe(graph.program, *graph.where(bad))}: received in another order than sent"
                 )
             link = self.costs.link(*edge)
-            sizes: dict[tuple[int, ...], float] = {}
+            sizes: dict[tuple[int, ...], float] = {}  # seconds that a message occupies the link
             for i in queue:
                 j, (kind, microbatch, _, _, _, peer_chunk, first, stop) = other[i], ops[i]
                 size_key = (kind, peer_chunk, first, stop, microbatch if uneven else -1)
@@ -222,7 +222,10 @@ class _Engine:
                 if link.latency_s or link.shared or late:
                     self.occupied[i] = occupied
                 if link.shared:
-                    self.link[i] = (occupied, link.shared)
+                    self.link[i] = (
+                        occupied,
+                        [(name, occupied * link.bytes_per_s / rate) for name, rate in link.shared],
+                    )
             self.queues.append(queue)
 
     def _posting(self) -> dict[int, float]:
@@ -309,11 +312,12 @@ class _Engine:
                 self._finish(queue, node, begin, begin + length, begin + length, why)
 
     def _start_shared(self, begin: float, i: int, q: int, why: int) -> None:
-        occupied, names = self.link[i]
-        start = max([begin, self.free[q], *[self.resources.get(name, 0.0) for name in names]])
-        for name in names:
-            self.resources[name] = start + occupied
-        self._finish(q, i, start, start + self.duration[i], start + occupied, why)
+        occupied, resources = self.link[i]
+        free = until = max(begin, self.free[q]) + occupied
+        for name, seconds in resources:
+            self.resources[name] = max(begin, self.resources.get(name, 0.0)) + seconds
+            until = max(until, self.resources[name])
+        self._finish(q, i, until - occupied, until - occupied + self.duration[i], free, why)
 
     def _finish(self, q: int, i: int, start: float, end: float, free: float, why: int) -> None:
         self.start[i], self.end[i], self.cause[i] = start, end, why

@@ -56,7 +56,8 @@ def some_costs(rng: random.Random, shape: Shape) -> Costs:
     prices = {}
 
     def price(a: Group, b: Group, local: bool) -> Link:
-        return prices.setdefault((a, b, local), Link(rng.random() * 0.1, 10.0 ** rng.randint(5, 8)))
+        shared = () if local else (("card", 10.0 ** rng.randint(5, 8)),)
+        return prices.setdefault((a, b, local), Link(rng.random() * 0.1, 10.0 ** rng.randint(5, 8), shared))
 
     times = [tuple((rng.random() + 0.01,) for _ in shape.devices) for _ in range(2)]
     return Costs(

@@ -354,12 +354,42 @@ def test_replicas_of_a_node_share_its_network():
     for per_node, rate in ((8, 8e9), (1, 1e9), (4, 4e9)):
         made = estimator_of(cluster_of(("A100-80", 16 // per_node, per_node, rate)), model_of(**SLOW))
         link = simulate_block(made, candidate, made.estimate(candidate)).result.costs.link(0, 1)
-        times.append((*made.transfer_times(candidate), 1 / link.bytes_per_s))
+        times.append((*made.transfers_of(candidate)[0], 1 / link.bytes_per_s))
     assert times[1:] == [pytest.approx(times[0])] * 2
     mixed, alike = ((Group(0, 1, 1), Group(0, 2, 1)), (Group(0, 2, 2),))  # two replicas, whatever their TP
     eight = (Group(0, 1, 8),)
     assert made.ways_s([eight, mixed], 1) == made.ways_s([eight, alike], 1)
     assert made.ways_s([mixed, eight], 1) == made.ways_s([(Group(0, 1, 2),), eight], 1)
+
+
+def test_pipelines_of_their_own_share_networks_and_cross_nodes():
+    """Two kinds of replicas fill the first node of both stages; each kind was priced alone, as inside of one node."""
+    estimator = estimator_of(cluster_of(("A100-80", 2, 8, 1e9)), model_of(**SLOW))
+    candidate = Candidate((Stage(12, (Group(0, 1, 4), Group(0, 2, 2))),) * 2, 1)
+    simulated = simulate_block(estimator, candidate, estimator.estimate(candidate)).iteration_s
+    assert estimator.estimate(candidate).iteration_s == pytest.approx(simulated, rel=0.03)
+
+
+@pytest.mark.parametrize(("depths", "rate"), [((), 0.3e9), ((2, 2), 1e9), ((4, 4), 0.1e9)])
+def test_a_stage_sends_forward_and_back_over_one_network(depths, rate):
+    """The closed form and the simulation promised less than the bytes of a middle stage take on its nodes' network."""
+    estimator = estimator_of(cluster_of(("A100-80", 3, 8, rate)), model_of(**SLOW | {"batch": 128}))
+    candidate = Candidate((Stage(8, (Group(0, 1, 8),)),) * 3, 1, depths=depths)
+    simulated = simulate_block(estimator, candidate, estimator.estimate(candidate)).iteration_s
+    assert simulated > 2 * 128 * estimator.boundary_bytes_per_sequence / rate
+    assert block_s(estimator, candidate, estimator.estimate(candidate)) == pytest.approx(simulated)
+    assert estimator.estimate(candidate).iteration_s == pytest.approx(simulated, rel=0.04)
+    inside = Candidate((Stage(4, (Group(0, 1, 4),)),) * 6, 1, depths=())  # every other boundary is inside of a node
+    simulated = simulate_block(estimator, inside, estimator.estimate(inside)).iteration_s
+    assert block_s(estimator, inside, estimator.estimate(inside)) == pytest.approx(simulated, rel=1e-12)
+
+
+def test_transfers_of_sequences_of_several_ranks():
+    """What two ranks send of two sequences was taken for what one sends of one, if that was priced first."""
+    pools, model = cluster_of(("A100-80", 1, 8, 1e9), ("L40S", 1, 8, 1e9)), model_of(**SLOW)
+    ends = [(Group(0, 1, 2),), (Group(1, 1, 2),)]
+    made = estimator_of(pools, model)
+    assert made.ways_s(ends, 1, 1) != made.ways_s(ends, 2, 2) == estimator_of(pools, model).ways_s(ends, 2, 2)
 
 
 CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 4, "network_bytes_per_s": 1e10}]}

@@ -44,7 +44,9 @@ def test_first_come_first_served_on_a_shared_link() -> None:
     shape = Shape(((1,), (1,)), ((0, 1), (0, 1)), (2, 2))
     program = full("1f1b", shape, forward_only=True)
     forward = ((3.0,), (1.0,), (1.0,), (1.0,))
-    result = simulate(program, Costs(forward, forward, message_bytes=5.0, link=lambda a, b: Link(0, 1.0, ("card",))))
+    result = simulate(
+        program, Costs(forward, forward, message_bytes=5.0, link=lambda a, b: Link(0, 1.0, (("card", 1.0),)))
+    )
     starts = {e.device: e.start_s for e in result.events() if e.stream == "send"}
     assert starts == {1: 1.0, 0: 6.0}
 
@@ -112,7 +114,7 @@ def test_causes_of_idle_time_add_up() -> None:
         two,
         two,
         message_bytes=1.0,
-        link=lambda a, b: Link(0.1, 2.0, ("switch",)),
+        link=lambda a, b: Link(0.1, 2.0, (("switch", 2.0),)),
         gather_s=two,
         reduce_s=two,
         prefetch_s=two,

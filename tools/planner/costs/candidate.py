@@ -456,6 +456,7 @@ class Line(NamedTuple):
 
     stages: Sequence[StageTimes]
     transfers: Sequence[float]  # seconds of one transfer over each boundary
+    cards_s: Sequence[float]  # per stage, for how long a microbatch's messages fill a replica's share of its network
 
 
 class Pipeline(NamedTuple):
@@ -488,13 +489,8 @@ def rank_parameters(candidate: Candidate, unit: Unit, s: int) -> float:
 
 def divided_alike(candidate: Candidate, microbatches: Sequence[Sequence[int]]) -> bool:
     """Whether all stages divide the microbatches in the same way over their replicas (then 1F1B needs no slack)."""
-    first: list[tuple[int, int]] | None = None
-    for stage, counts in zip(candidate.stages, microbatches):
-        mine = [(g.count, k) for g, k in zip(stage.groups, counts)]
-        if first is not None and mine != first:
-            return False
-        first = mine
-    return True
+    rows = [[(g.count, k) for g, k in zip(its.groups, counts)] for its, counts in zip(candidate.stages, microbatches)]
+    return all(row == rows[0] for row in rows)
 
 
 def allocate(times: list[float], counts: list[int], total: int) -> tuple[float, list[int]] | None:

@@ -162,7 +162,7 @@ class CatalogCosts:
         self.model, self.gpu, self.runtime = model, gpu, runtime
         self.cost = cache(self.cost)  # type: ignore[method-assign]
         self._layer = cache(self._layer_times)
-        self._of_kind: dict[str, CatalogCosts] = {}
+        self.of_kind = cache(self.of_kind)  # type: ignore[method-assign]
 
     def uncertainty_of(self, gpus: Collection[str], sliced: bool) -> Uncertainty:
         """Returns the prediction errors of published runs of such plans."""
@@ -198,9 +198,7 @@ class CatalogCosts:
 
     def of_kind(self, kind: str) -> "CatalogCosts":
         """Returns the costs of a model of one layer of a kind."""
-        if kind not in self._of_kind:
-            self._of_kind[kind] = CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)
-        return self._of_kind[kind]
+        return CatalogCosts(self.model.of_kind(kind), self.gpu, self.runtime)
 
     def alone_share(self, gpu: str, batch: int, tp: int) -> float:
         """Time of a pass while other devices wait, relative to all being busy: 1, as GPUs do not slow each other."""

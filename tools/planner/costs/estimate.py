@@ -84,11 +84,11 @@ def evaluate(estimator: OperatingPoints, candidate: Candidate, most_s: float = i
             return None
     blocks = candidate.blocks
     total = -(-total // blocks)
-    transfers = estimator.transfer_times(candidate)
+    transfers, cards_s = estimator.transfers_of(candidate)
     stages = stages_of(estimator, candidate, blocks, total, transfers)
     if stages is None:
         return None
-    line = Line(stages, transfers)
+    line = Line(stages, transfers, cards_s)
     pipeline = _pipeline(estimator, candidate, line, total)
     pipe_s, busy_s, bottleneck, gather_s, _ = pipeline
     if pipe_s + estimator.runtime.iteration_s > most_s:
@@ -125,11 +125,9 @@ def _pipeline(estimator: OperatingPoints, candidate: Candidate, line: Line, tota
     mixed = max([len(stage.units) for stage in stages]) > 1 and not schedule.shards_parameters
     apart = mixed and divided_alike(candidate, [stage.microbatches for stage in stages])
     # Replicas that divide the microbatches alike on all stages fall into pipelines that never wait for each other.
-    lines = [] if apart else [line]
-    for i, kind in enumerate(zip(*[s.groups for s in candidate.stages]) if apart else ()):
-        ways = estimator.ways_s([(group,) for group in kind], candidate.micro_batch_size, candidate.cp)
-        lines.append(Line([_only_kind(stage, i) for stage in stages], ways))
-    found = max([schedule.pipeline(estimator, candidate, own, total) for own in lines])
+    kinds = range(len(stages[0].units)) if apart else ()
+    lines = [Line([_only_kind(stage, i) for stage in stages], *estimator.transfers_of(candidate, i)) for i in kinds]
+    found = max([schedule.pipeline(estimator, candidate, own, total) for own in lines or [line]])
     if not (candidate.even or apart):
         found = found._replace(end_s=found.end_s + found.busy_s * schedule.mismatch_loss(candidate))
     return found

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, combinations, product
+from itertools import accumulate, combinations, product, repeat
 from math import inf
+from operator import add
 from typing import Any
 
 from megatron_het.features.registry import extra_layers
@@ -38,7 +39,6 @@ class Network:
         self.pair = cache(lambda first, second: cluster.link(cluster.nodes[first], cluster.nodes[second]))
         self.transfer_s = cache(self._transfer_s)
         self.ends = cache(self._ends)
-        self.around = cache(self._around)
         self.has_egress = any(link.usd_per_gb for link in cluster.links)
 
     def between(self, first: int, second: int) -> float:
@@ -63,8 +63,6 @@ class Network:
     def rate(self, first: int, second: int, streams: int, size: float = inf) -> float:
         """Bytes per second between two nodes for ``streams`` GPU pairs at once, in messages of ``size`` bytes."""
         node, single, ends = self.ends(first, second)
-        if not ends:
-            return min(node, streams * single)
         return min(node, streams * single, *[n.measured_rate(streams, size) for n in ends])
 
     def _ends(self, first: int, second: int) -> tuple[float, float, list[NodeGroup]]:
@@ -73,49 +71,39 @@ class Network:
         single = min(n.stream_bytes_per_s or inf for n in ends)
         return self.pair(first, second)[0], single, [n for n in ends if n.measured_rates]
 
-    def _around(self, pools: tuple[int, ...]) -> dict[int, tuple[float, float, float, bool]]:
-        """Returns, for each of some pools, the figures of its worst connection to all of them.
-
-        Latency, rate of the nodes, rate of one stream, and whether rates between any two of them are measured.
-        """
-        found = {}
-        for pool in pools:
-            ends = [self.ends(pool, other) for other in pools]
-            latency = max(self.pair(pool, other)[1] for other in pools)
-            node, single = min(e[0] for e in ends), min(e[1] for e in ends)
-            found[pool] = latency, node, single, any(e[2] for e in ends)
-        return found
-
     def _transfer_s(
         self, first: int, first_tp: int, second: int, second_tp: int, size: float, local: bool, sent: int, met: int
-    ) -> float:
-        """Seconds of one boundary tensor of ``size`` bytes from a replica to a replica of the next stage.
+    ) -> tuple[float, float]:
+        """Seconds of one boundary tensor from a replica to a replica of the next stage, and in the sender's network.
+
+        Its other messages share the sender's part of the network of its node, in which this one takes no longer.
 
         Args:
             sent, met: Replicas of each pool, or parts of them, that send at once; those of one node share its network.
         """
         runtime, nodes = self.runtime, self.cluster.nodes
         ends = (sent, first, first_tp), (met, second, second_tp)
-        beside = max(1, *[min(units, nodes[p].gpus_per_node // t) for units, p, t in ends])
+        beside, others = (max(1, min(units, nodes[p].gpus_per_node // t)) for units, p, t in ends)
+        own, beside = nodes[first].network_bytes_per_s / beside, max(beside, others)
         local = local or (first == second and nodes[first].count == 1)
         local = local or self.cluster.in_one_node(nodes[first], nodes[second])
+        once = local or runtime.split_transfers or runtime.leader_transfers
+        moved = size if once else second_tp * size
         link = self._link("p2p", (first, second), 2, local) if self.measured else None
         if link is not None:
-            copies = 1 if local or runtime.split_transfers or runtime.leader_transfers else second_tp
             rate = link.bytes_per_s  # of one pair alone
             if not local:
                 rate = min(rate, max(rate, self.pair(first, second)[0]) / beside)
-            return runtime.transfer_latency_s + link.latency_s + copies * size / rate
+            seconds = runtime.transfer_latency_s + link.latency_s + moved / rate
+            return seconds, 0.0 if local else moved / max(own, rate)
         if local:
-            return runtime.transfer_latency_s + size / min(self.intra[first], self.intra[second])
-        _, latency, _ = self.pair(first, second)
-        once = runtime.split_transfers or runtime.leader_transfers
+            return runtime.transfer_latency_s + size / min(self.intra[first], self.intra[second]), 0.0
         streams = 1 if runtime.leader_transfers else min(first_tp, second_tp)
         rate = self.rate(first, second, beside * streams, size / streams if once else size) / beside
-        seconds = runtime.transfer_latency_s + latency + (1 if once else second_tp) * size / rate
+        seconds = runtime.transfer_latency_s + self.pair(first, second)[1] + moved / rate
         if once and second_tp > 1:
             seconds += size * (second_tp - 1) / second_tp / self.intra[second]
-        return seconds
+        return seconds, moved / max(own, rate)
 
     def sync_s(
         self, groups: tuple[Group, ...], rank_bytes: dict[Group, float], share: float = 1.0, *, scattered: bool = False
@@ -151,11 +139,8 @@ class Network:
             if single_node:
                 worst = max(worst, factor * size / self.collective[group.pool] + 30e-6)
                 continue
-            latency, node, single, is_measured = self.around(pools)[group.pool]
-            rate = min(node, group.tp * single)
-            if is_measured:
-                rate = min(self.rate(group.pool, other, group.tp, size / replicas) for other in pools)
-            rate /= group.tp
+            latency = max([self.pair(group.pool, other)[1] for other in pools])
+            rate = min([self.rate(group.pool, other, group.tp, size / replicas) for other in pools]) / group.tp
             cap = min(self.cluster.nodes[group.pool].collective_bytes_per_s or inf, self.runtime.collective_bytes_per_s)
             seconds = factor * size * (1.0 / rate + 1.0 / cap) + 2 * (replicas - 1) * min(latency, 1e-3) / max(
                 1, replicas // 8
@@ -198,6 +183,7 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
     )
 
 
+Ways = tuple[float, float, float]  # over a boundary: seconds, and what it takes of the sender's network, there and back
 Ends = tuple[tuple[Group, ...], tuple[Group, ...]]  # all groups of two neighbouring stages
 
 
@@ -223,7 +209,8 @@ class OperatingPoints:
         # known_stages, known_ways, known_loads, known_rooms, known_points: what the closed form and the balancing of
         # layers remember, by all that it depends on (``stages.py``, ``search/balance.py``)
         self.known_stages: dict[object, dict[object, StageTimes | None]] = {}
-        self.known_ways: dict[float, dict[object, float]] = {}
+        self.known_ways: dict[tuple[int, int], dict[object, Ways]] = {}
+        self.known_transfers: dict[object, tuple[list[float], list[float]]] = {}  # of whole candidates
         self.known_loads: dict[object, Any] = {}
         self.known_rooms: dict[object, dict[object, Any]] = {}
         self.known_points: dict[object, Candidate] = {}
@@ -238,19 +225,13 @@ class OperatingPoints:
         gpus = ((n, cluster.gpu(n.gpu)) for n in cluster.nodes)
         assumed = (inf if g.is_processor else 2.0 * n.gpus_per_node * g.memory_bytes for n, g in gpus)
         self.host_limits = [n.host_memory_bytes or most for n, most in zip(cluster.nodes, assumed)]
-        self.price = [self._price(i) for i in range(len(cluster.nodes))]
+        usd = ((n.usd_per_gpu_hour, cluster.gpu(n.gpu).usd_per_hour) for n in cluster.nodes)
+        self.price = [((usual if own is None else own) or 0.0) / 3600.0 for own, usual in usd]
         self.optimizer_per_parameter = 12.0 if model.element_bytes == 2 else 8.0
         wide, narrow = (bool(model.flags.get(f)) for f in ("accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"))
         in_16_bits = {"bf16": narrow, "fp16": not wide}.get(model.precision, False)
         self.gradient_per_parameter = 2.0 if in_16_bits else 4.0  # dtype of Megatron's accumulation
         self.state_per_parameter = model.element_bytes + self.gradient_per_parameter + self.optimizer_per_parameter
-
-    def _price(self, pool: int) -> float:
-        node = self.cluster.nodes[pool]
-        per_hour = (
-            node.usd_per_gpu_hour if node.usd_per_gpu_hour is not None else self.cluster.gpu(node.gpu).usd_per_hour
-        )
-        return (per_hour or 0.0) / 3600.0
 
     def _unit(
         self, pool: int, tp: int, batch: int, recompute: str, spread: Spread = ALONE, kind: str = ""
@@ -373,20 +354,31 @@ class OperatingPoints:
         """Bytes of one sequence's activations between two layers."""
         return float(self.model.seq_length * self.model.hidden_size * self.model.element_bytes)
 
-    def transfer_times(self, candidate: Candidate) -> list[float]:
-        """Seconds of one transfer over each boundary: the slowest pair of replicas."""
-        return self.ways_s([s.groups for s in candidate.stages], candidate.micro_batch_size, candidate.cp)
+    def transfers_of(self, candidate: Candidate, kind: int | None = None) -> tuple[list[float], list[float]]:
+        """Returns :class:`Line`'s figures of transfers; ``kind``: index of groups that are a pipeline of their own."""
+        groups = tuple([stage.groups for stage in candidate.stages])
+        at = candidate.micro_batch_size, candidate.cp, kind
+        if (groups, at) not in self.known_transfers:
+            ways = self.ways(groups, *at)
+            cards_s = map(add, [*[way[1] for way in ways], 0.0], [0.0, *[way[2] for way in ways]])
+            self.known_transfers[groups, at] = [way[0] for way in ways], [*cards_s]
+        return self.known_transfers[groups, at]
 
     def ways_s(self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1) -> list[float]:
         """Returns the seconds of one transfer over each boundary between the groups of stages."""
-        size = self.boundary_bytes_per_sequence * micro_batch_size / cp
-        known = self.known_ways.setdefault(size, {})
-        out: list[Any] = [*map(known.get, zip(stages, stages[1:]))]
+        return [way[0] for way in self.ways(stages, micro_batch_size, cp)]
+
+    def ways(
+        self, stages: Sequence[tuple[Group, ...]], micro_batch_size: int, cp: int = 1, kind: int | None = None
+    ) -> list[Ways]:
+        """Returns the slowest transfer over each boundary between the groups of stages, there and back."""
+        known = self.known_ways.setdefault((micro_batch_size, cp), {})
+        out: list[Any] = [*map(known.get, zip(stages, stages[1:], repeat(kind)))]
         if None in out:
             used: dict[int, int] = {}  # GPUs of earlier stages, by pool
             for i, way in enumerate(out):
                 if way is None:
-                    out[i] = self._way_s(stages[i], stages[i + 1], used, size, cp)
+                    out[i] = self._way((stages[i], stages[i + 1]), kind, used, micro_batch_size, cp)
                 for pool, tp, count, *_ in stages[i]:
                     used[pool] = used.get(pool, 0) + cp * tp * count
         return out
@@ -410,29 +402,34 @@ class OperatingPoints:
         pool, gpus = groups[0].pool, cp * sum([g.tp * g.count for g in groups])
         local = {g.pool for g in groups} == {pool} and gpus <= self.cluster.nodes[pool].gpus_per_node
         ends = stages[-1], stages[0]
-        return max([self.hand_over_s(g, h, size, cp, local, ends) for g, h in product(*ends)])
+        return max([self.hand_over(g, h, size, cp, local, ends)[0] for g, h in product(*ends)])
 
-    def _way_s(self, a: tuple[Group, ...], b: tuple[Group, ...], used: dict[int, int], size: float, cp: int) -> float:
-        """Seconds of one transfer from a stage to the next one; ``used``: GPUs of earlier stages, by pool."""
-        if any(g.parts for g in (*a, *b)):
-            return max([self.hand_over_s(g, h, size, cp, False, (a, b)) for g, h in product(a, b)])
-        local: bool | None = None
-        if len(a) == len(b) == 1 and a[0].pool == b[0].pool:  # both stages inside one node?
-            (pool, tp, count, *_), (_, other_tp, more, *_) = a[0], b[0]
-            both, per_node = cp * (tp * count + other_tp * more), self.cluster.nodes[pool].gpus_per_node
-            if both <= per_node:  # nodes are filled in order
-                before = used.get(pool, 0)
-                local = before // per_node == (before + both - 1) // per_node
-        known, key = self.known_ways[size], (a, b) if local is None else (a, b, local)
+    def _way(self, ends: Ends, kind: int | None, used: dict[int, int], batch: int, cp: int) -> Ways:
+        """The slowest transfer from a stage to the next one, and back; ``used``: GPUs of earlier stages, by pool."""
+        (a, b), local = ends, None
+        own = 0 if kind is None and len(a) == len(b) == 1 else kind
+        pairs = [*product(a, b)] if own is None else [(a[own], b[own])]
+        if own is not None and len({(g.pool, g.parts) for g in pairs[0]} | {(a[own].pool, ())}) == 1:
+            pool = a[own].pool  # both in one node? Nodes are filled in order
+            before, end, per_node = used.get(pool, 0), used.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
+            before += cp * sum([g.tp * g.count for g in a[:own] if g.pool == pool])
+            end += cp * sum([g.tp * g.count for g in (*a, *b[: own + 1]) if g.pool == pool])
+            local = before // per_node == (end - 1) // per_node
+        known, key = self.known_ways[batch, cp], (a, b, kind) if local is None else (a, b, kind, local)
         if key not in known:
+            size = self.boundary_bytes_per_sequence * batch / cp
             # stages of the same replicas divide the microbatches alike: nothing goes from one kind to another
-            alike = [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]
-            pairs = [*zip(a, b)] if alike else [*product(a, b)]
-            known[key] = max([self.hand_over_s(g, h, size, cp, bool(local), (a, b)) for g, h in pairs])
+            if own is None and [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]:
+                pairs = [*zip(a, b)]
+            there = max([self.hand_over(g, h, size, cp, bool(local), ends) for g, h in pairs])
+            back = max([self.hand_over(h, g, size, cp, bool(local), ends[::-1]) for g, h in pairs])
+            known[key] = *there, back[1]
         return known[key]
 
-    def hand_over_s(self, a: Group, b: Group, size: float, cp: int, local: bool, stages: Ends) -> float:
-        """Seconds of one boundary tensor from a replica to one of the next stage: those of its slowest part.
+    def hand_over(self, a: Group, b: Group, size: float, cp: int, local: bool, stages: Ends) -> tuple[float, float]:
+        """Seconds of one boundary tensor from a replica to one of the next stage, and in the sender's network.
+
+        They are those of its slowest part.
 
         A part sends, and receives, its tokens of the sequence over the slowest link to a part with common tokens.
 

@@ -215,15 +215,17 @@ int het_merge(int32_t devices, int32_t stages, int32_t microbatches, const int32
  * at: the first operation of every device, and the number of all.
  * waits, sends: by operation, the message that it waits for and the one that it makes, negative for none.
  * link: by operation, the link that its message takes, negative where it stays on the device.
+ * card_s: by operation, how long its message fills the device's share of a network.
  * Returns seconds, or NO_MEMORY or STUCK.
  */
 double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t links, const int32_t *waits,
                    const int32_t *sends, const int32_t *link, const double *seconds, const double *wire_s,
-                   const double *latency_s, const double *tail_s) {
-    double *times = malloc((size_t)(messages + links + 2 * (int64_t)devices + 1) * sizeof(double)), result = NO_MEMORY;
+                   const double *card_s, const double *latency_s, const double *tail_s) {
+    double *times = malloc((size_t)(messages + links + 3 * (int64_t)devices + 1) * sizeof(double)), result = NO_MEMORY;
     int32_t *places = malloc((size_t)(messages + 2 * (int64_t)devices + 1) * sizeof(int32_t));
     if (times && places) {
-        double *arrived = times, *busy = times + messages, *now = busy + links, *last = now + devices;
+        double *arrived = times, *busy = times + messages, *now = busy + links, *last = now + devices,
+               *sent = last + devices;
         int32_t *waiting = places, *next = places + messages, *ready = next + devices, waking = devices;
         for (int64_t i = 0; i < messages; i++) {
             arrived[i] = UNKNOWN;
@@ -231,7 +233,7 @@ double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t
         }
         for (int64_t i = 0; i < links; i++) busy[i] = 0.0;
         for (int32_t d = 0; d < devices; d++) {
-            now[d] = last[d] = 0.0;
+            now[d] = last[d] = sent[d] = 0.0;
             next[d] = at[d];
             ready[d] = devices - 1 - d;
         }
@@ -254,6 +256,10 @@ double het_elapsed(int32_t devices, const int32_t *at, int64_t messages, int64_t
                     double *until = busy + link[i];
                     *until = (*until > time ? *until : time) + wire_s[i];
                     come = *until + latency_s[i];
+                    if (card_s[i] > 0) {
+                        sent[d] = (sent[d] > time ? sent[d] : time) + card_s[i];
+                        come = (*until > sent[d] ? *until : sent[d]) + latency_s[i];
+                    }
                     if (come > last[d]) last[d] = come;
                 }
                 arrived[sends[i]] = come;
@@ -446,12 +452,12 @@ static double stall_of(const double *stage, double trip, double slowest, double 
 
 /* `Schedule.pipeline`.
  *
- * at_once, transfers, loops, waits: as there; transfers come in turn where in_turn is not 0.
+ * at_once, transfers, cards, loops, waits: as there; transfers come in turn where in_turn is not 0.
  * out: by stage, the earliest end of its last backward; then the end of all.
  * Returns the stage that decides it, negative if there are too many.
  */
 int32_t het_pipeline(int32_t count, const double *figures, const double *at_once, const double *transfers,
-                     const double *loops, double waits, double slices, double chunks, int32_t in_turn, double *out) {
+                     const double *cards, const double *loops, double waits, double slices, double chunks, int32_t in_turn, double *out) {
     const double *stages[MOST_STAGES];
     double trips[MOST_STAGES], slowest[MOST_STAGES], cut = chunks * slices, sooner = 0.0, drain = 0.0, worst = 0.0;
     double longest = at_once[0];
@@ -471,9 +477,9 @@ int32_t het_pipeline(int32_t count, const double *figures, const double *at_once
         double stall = trips[s] - (s ? 2 * (transfers[s - 1] / slices) : 0.0), width = sum_of(stage, COUNT);
         beyond = s < last ? link_of(stage, stages[s + 1], transfers[s], total) : 0.0;
         if (!in_turn) {
-            double met = longest - at_once[s];
-            stall = stall_of(stage, trips[s] + met, slowest[s] + met, cut, larger(before, beyond), chunks, loops[s],
-                             there, back);
+            double met = longest - at_once[s], sends = total / width * cards[s];
+            stall = stall_of(stage, trips[s] + met, slowest[s] + met, cut, larger(sends, larger(before, beyond)), chunks,
+                             larger(loops[s], sends * chunks), there, back);
             stall += waits;
         }
         double end = sooner + stage[BUSY] + stall;

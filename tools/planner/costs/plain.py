@@ -15,9 +15,10 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, repeat
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,13 +101,13 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.het_merge.argtypes = [*shape, ints, doubles, doubles, ctypes.c_int32, octets, ints]
     found.het_merge.restype = ctypes.c_int
     address, count = ctypes.c_void_p, ctypes.c_int64
-    found.het_elapsed.argtypes = [ctypes.c_int32, address, count, count, *[address] * 7]
+    found.het_elapsed.argtypes = [ctypes.c_int32, address, count, count, *[address] * 8]
     found.het_elapsed.restype = ctypes.c_double
     row, real = ctypes.c_char_p, ctypes.c_double  # doubles, or ints, as bytes
     found.het_stages.argtypes = [ctypes.c_int32, row, row, ctypes.c_int32, real, address]
     found.het_stages.restype = ctypes.c_int32
     found.het_loops.argtypes = [ctypes.c_int32, row, row, ctypes.c_int32, doubles]
-    found.het_pipeline.argtypes = [ctypes.c_int32, *[row] * 4, real, real, real, ctypes.c_int32, doubles]
+    found.het_pipeline.argtypes = [ctypes.c_int32, *[row] * 5, real, real, real, ctypes.c_int32, doubles]
     found.het_ends.argtypes = [ctypes.c_int32, row, row, real, row, doubles]
     return found
 
@@ -184,10 +185,11 @@ class _Steps(NamedTuple):
     waits: NDArray[np.int32]
     sends: NDArray[np.int32]
     link: NDArray[np.int32]  # by operation, the link that its message takes, -1 where it stays on the device
-    # seconds, wire_s, latency_s: by operation, its time, how long its message occupies the link, and what the message
-    # takes besides
+    # seconds, wire_s, card_s, latency_s: by operation, its time, how long its message occupies the link, and the
+    # device's share of a network, and what the message takes besides
     seconds: Doubles
     wire_s: Doubles
+    card_s: Doubles  # 0 where it does not use the network
     latency_s: Doubles
     tails_s: Doubles  # by device, what follows its last operation
 
@@ -196,7 +198,8 @@ def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
     """End of the last operation or message, with the tail of its device.
 
     A message waits for the messages before it on its link, and takes the time of its bytes; its latency does not
-    occupy the link.  All messages of a link are sent by one device, in the order in which it computes them.
+    occupy the link.  All messages of a link are sent by one device, in the order in which it computes them.  All
+    messages of a device share its part of a network: none has arrived before that has sent it and those before it.
 
     Raises:
         ValueError: The operations wait for each other.
@@ -214,9 +217,10 @@ def elapsed_s(steps: _Steps, compiled: ctypes.CDLL | None) -> float:
 def _elapsed_s(steps: _Steps) -> float:
     """Python version of the compiled loop."""
     at, waits, sends, link, tails_s = (x.tolist() for x in (steps.at, *steps[3:6], steps.tails_s))
-    seconds, wire_s, latency_s = (x.tolist() for x in steps[6:9])
+    seconds, wire_s, card_s, latency_s = (x.tolist() for x in steps[6:10])
     arrived, waiting = [_NOT_YET] * steps.messages, [_NOBODY] * steps.messages
-    now, last, following, busy = [0.0] * len(tails_s), [0.0] * len(tails_s), at[:-1], dict[int, float]()
+    now, last, sent, following = [0.0] * len(tails_s), [0.0] * len(tails_s), [0.0] * len(tails_s), at[:-1]
+    busy = dict[int, float]()
     ready = list(range(len(tails_s)))[::-1]
     while ready:
         d = ready.pop()
@@ -236,6 +240,9 @@ def _elapsed_s(steps: _Steps) -> float:
                 if link[i] >= 0:
                     until = busy.get(link[i], 0.0)
                     busy[link[i]] = until = (until if until > time_s else time_s) + wire_s[i]
+                    if card_s[i] > 0:
+                        sent[d] = (sent[d] if sent[d] > time_s else time_s) + card_s[i]
+                        until = until if until > sent[d] else sent[d]
                     come = until + latency_s[i]
                     if come > last[d]:
                         last[d] = come
@@ -247,39 +254,31 @@ def _elapsed_s(steps: _Steps) -> float:
     if following != at[1:]:
         return _STUCK
     ends = zip(now, last, tails_s, at, at[1:])
-    return max([max(t, sent) + tail for t, sent, tail, first, after in ends if after > first], default=0.0)
+    return max([max(t, came) + tail for t, came, tail, first, after in ends if after > first], default=0.0)
 
 
 End = tuple[Group, tuple[Group, ...]]  # of a link: a group, and all groups of its stage
 
 
+@dataclass(frozen=True)
 class Wiring:
-    """Links between replicas, which depend on their kinds and on whether they share a node.
+    """Links between replicas, which depend on their kinds and on whether they share a node."""
 
-    Attributes:
-        groups: For each device, its group of equal replicas, and all groups of its stage.
-        places: For each device, its node.
-        between: ``price``, cached.
-        stages: By device, its stage, where what a device sends to several others of a stage goes one after the other;
-            empty where each has one to send to.
-
-    Args:
-        price: The link between two kinds, and whether within a node; one that nobody shares.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[End],
-        places: Sequence[object],
-        price: Callable[[End, End, bool], Link],
-        stages: Sequence[int] = (),
-    ) -> None:
-        self.groups, self.places, self.between, self.stages = groups, places, cache(price), stages
+    groups: Sequence[End]  # for each device, its group of equal replicas, and all groups of its stage
+    places: Sequence[object]  # for each device, its node
+    # the link between two kinds, and whether within a node, with what all messages of its source share
+    between: Callable[[End, End, bool], Link]
+    # by device, its stage, where what a device sends to several others of a stage goes one after the other; empty where
+    # each has one to send to
+    stages: Sequence[int] = ()
 
     def __call__(self, source: int, target: int) -> Link:
         local = self.places[source] == self.places[target]
         link = self.between(self.groups[source], self.groups[target], local)
-        return link if local or not self.stages else replace(link, shared=(f"{source} to {self.stages[target]}",))
+        shared = [(f"{name} of {source}", rate) for name, rate in link.shared]
+        if not local and self.stages:
+            shared.append((f"{source} to {self.stages[target]}", link.bytes_per_s))
+        return replace(link, shared=tuple(shared)) if shared else link
 
 
 class _Timing:
@@ -305,6 +304,8 @@ class _Timing:
         links = [wiring.between(a, b, local) for local in (False, True) for a in kinds for b in kinds]
         size, table = costs.message_bytes / shape.slices, (2, len(kinds), len(kinds))
         self._wire_s = np.array([size / link.bytes_per_s for link in links]).reshape(table)
+        self._card_s = np.array([size / min([rate for _, rate in link.shared], default=inf) for link in links])
+        self._card_s = self._card_s.reshape(table)
         self._latency_s = np.array([link.latency_s for link in links]).reshape(table)
 
     def seconds(
@@ -341,6 +342,7 @@ class _Timing:
             link=_where(is_sent & (target != device), pair),
             seconds=self._passes_s[device, back, chunk, piece],
             wire_s=self._wire_s[price],
+            card_s=self._card_s[price],
             latency_s=self._latency_s[price],
             tails_s=self._tails_s,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -170,11 +170,14 @@ class _Placed:
         tails = stage_tails(estimator, whole, self.scattered)
         last = candidate.head_stage
 
+        @cache
         def price(a: End, b: End, local: bool) -> Link:
             (one, stage), (other, later) = a, b
-            seconds = estimator.hand_over_s(one, other, size, candidate.cp, local, (stage, later))
+            seconds, card_s = estimator.hand_over(one, other, size, candidate.cp, local, (stage, later))
             fixed = min(seconds, estimator.runtime.transfer_latency_s)
-            return Link(fixed, size / max(seconds - fixed, 1e-12))
+            # With two stages a replica sends over one boundary only.
+            card = (("card", size / card_s),) if card_s and len(whole.stages) > 2 else ()
+            return Link(fixed, size / max(seconds - fixed, 1e-12), card)
 
         # Parts of their own are in one node only where all are.
         places = [

@@ -7,7 +7,7 @@ is repeated at the speed of the next plan.
 import csv
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -272,17 +272,20 @@ class _Job:
         self._now_s = time_s
         self.course.curve.append((time_s, self.course.iterations))
 
+    def meet(self, changes: Sequence[Change], time_of: IterationTime) -> Iterator[tuple[Change, float | None, bool]]:
+        """Trains until each change of the time of an iteration; yields it, that time, and whether nodes leave."""
+        for before, change in pairwise(changes):
+            self.train_until(change.time_s)
+            step_s = time_of(change.pool)
+            if step_s != self.step_s:
+                yield change, step_s, any(new < old for old, new in zip(before.pool, change.pool, strict=True))
+
 
 def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
     """Replay with plan changes in running processes; new nodes are used when ready, if that makes training faster."""
     ready = with_start(trace, costs.start_s)
     job = _Job("elastic", costs, time_of(ready[0].pool), trace.end_s)
-    for before, change in pairwise(ready):
-        job.train_until(change.time_s)
-        step_s = time_of(change.pool)
-        if step_s == job.step_s:
-            continue
-        loses = any(new < old for old, new in zip(before.pool, change.pool, strict=True))
+    for change, step_s, loses in job.meet(ready, time_of):
         if job.step_s is None:  # no process held the state in memory any more
             job.change(change.time_s, costs.restart_s, step_s)
         elif step_s is None:
@@ -300,12 +303,7 @@ def run_elastic(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
 def run_restart(trace: Trace, time_of: IterationTime, costs: Costs) -> Course:
     """Replay with a restart of all processes at every change; for new nodes after a checkpoint."""
     job = _Job("restart", costs, time_of(trace.changes[0].pool), trace.end_s)
-    for before, change in pairwise(trace.changes):
-        job.train_until(change.time_s)
-        step_s = time_of(change.pool)
-        if step_s == job.step_s:
-            continue
-        loses = any(new < old for old, new in zip(before.pool, change.pool, strict=True))
+    for change, step_s, loses in job.meet(trace.changes, time_of):
         if job.step_s is not None and not loses and (step_s is None or step_s > job.step_s):
             continue
         stopped_s = _stop(job, change, failed=loses and not change.notice)

@@ -480,7 +480,7 @@ class CandidateCache:
         if candidate not in self.good or not schedule_of(candidate).has_depths or len(candidate.stages) == 1:
             return score, candidate
         if self.good[candidate][1].fill_s >= WAITING * self.good[candidate][1].iteration_s:
-            depths = hiding(passes_s(self.estimator, candidate), self.estimator.transfer_times(candidate))
+            depths = hiding(passes_s(self.estimator, candidate), self.estimator.transfers_of(candidate)[0])
             deep = relieved(self.estimator, candidate.with_(depths=depths))
             return min((score, candidate), (self.try_candidate(deep), deep), key=lambda f: f[0])
         return score, candidate

@@ -77,7 +77,7 @@ def deeper(estimator: Estimator, goal: Goal, found: Found, briefly: bool = False
         fitting = (candidate, found.estimate) if depths == plain else _fitting(estimator, goal, candidate, depths)
         return None if fitting is None else fitting[1].iteration_s
 
-    passes, transfers = passes_s(estimator, candidate), estimator.transfer_times(candidate)
+    passes, transfers = passes_s(estimator, candidate), estimator.transfers_of(candidate)[0]
     if briefly or candidate.depths:
         hidden_s = simulated(hidden) if max(hidden := hiding(passes, transfers)) > MEETING else None
         if hidden_s is None or hidden_s >= found.iteration_s:
@@ -103,7 +103,7 @@ def hide_transfers(memo: CandidateCache) -> None:
         if kind not in best or score < best[kind][0]:
             best[kind] = score, candidate
     for score, candidate in best.values():
-        depths = hiding(passes_s(estimator, candidate), estimator.transfer_times(candidate))
+        depths = hiding(passes_s(estimator, candidate), estimator.transfers_of(candidate)[0])
         fitting = _fitting(estimator, memo.goal, candidate, depths) if max(depths) > 1 else None
         if fitting is not None and memo.goal.value(fitting[1]) < score * (1 - FASTER):
             memo.try_candidate(fitting[0])

@@ -108,12 +108,12 @@ class Schedule:
         backward a stage has run all forwards that it may be ahead, which come no faster than earlier stages compute
         and send them; its gradients leave no faster than these take them.  Parts of a split
         output layer fill nothing: stages compute them at one time.  A microbatch has come around no stage before the
-        longest part is done.
+        longest part is done.  What a stage sends forward and back shares the network of its nodes.
 
         Args:
             total: Microbatches of one of the equal pipelines.
         """
-        stages, transfers = line
+        stages, transfers, cards_s = line
         cut = candidate.chunks * candidate.slices
         ways = [t / candidate.slices for t in transfers]
         rows = candidate.rows
@@ -123,7 +123,7 @@ class Schedule:
         compiled = loops()
         if compiled is not None and len(stages) <= MOST_STAGES:
             out = (c_double * (len(stages) + 1))()
-            rows_of_stages = figures_of(stages), *map(row_of, (at_once, transfers, loops_s))
+            rows_of_stages = figures_of(stages), *map(row_of, (at_once, transfers, cards_s, loops_s))
             setting = waits_s, candidate.slices, candidate.chunks, estimator.runtime.transfers_in_turn
             which = compiled.het_pipeline(len(stages), *rows_of_stages, *setting, out)
             *alone, worst = out
@@ -137,10 +137,12 @@ class Schedule:
             if estimator.runtime.transfers_in_turn:  # ``busy_s`` and ``before`` both count the first transfers
                 stall = rt - (2 * ways[s - 1] if s else 0.0)
             else:
-                link_s = max([0.0, *links_s[max(0, s - 1) : s + 1]])
+                sends_s = _passes(stages[0]) / sum(stage.counts) * cards_s[s]
+                loop_s = max(loops_s[s], sends_s * candidate.chunks)
+                link_s = max([sends_s, *links_s[max(0, s - 1) : s + 1]])
                 met_s = longest_s - at_once[s]
                 trips = rt + met_s, slowest[s] + met_s
-                stall = _stall_s(stage, candidate, *trips, link_s, (loops_s[s], arrive_s[s], leave_s[s])) + waits_s
+                stall = _stall_s(stage, candidate, *trips, link_s, (loop_s, arrive_s[s], leave_s[s])) + waits_s
             end = before + stage.busy_s + stall
             alone.append(end - drain)
             way = ways[s] if s < len(ways) else 0.0
@@ -233,7 +235,7 @@ class Schedule:
         if self.shards_parameters:  # timed stage by stage
             return found.earliest
         ends, before, cut = [], 0.0, candidate.chunks * candidate.slices
-        stages, transfers = line
+        stages, transfers, _ = line
         for s, stage in enumerate(stages):
             ends.append(found.end_s - before)
             before += stage.backward_s / cut + (transfers[s] / candidate.slices if s < len(transfers) else 0.0)

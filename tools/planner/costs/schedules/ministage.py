@@ -101,7 +101,7 @@ class Ministage(Schedule):
 
     def pipeline(self, estimator: OperatingPoints, candidate: Candidate, line: Line, total: int) -> Pipeline:
         """One lap per ministage and direction; that of the loss goes forward and back at once."""
-        stages, transfers = line
+        stages, transfers, _ = line
         which = max(range(len(stages)), key=lambda s: stages[s].busy_s)
         widths = [sum(g.count for g in s.groups) // candidate.blocks for s in candidate.stages]
         groups, at = [stage.groups for stage in candidate.stages], (candidate.micro_batch_size, candidate.cp)

@@ -136,7 +136,7 @@ class OneFOneB(Schedule):
         """A later stage ends earlier by the backwards that the stage before it still holds."""
         if estimator.runtime.transfers_in_turn:
             return super().ends(estimator, candidate, line, found)
-        compiled, (stages, transfers) = loops(), line
+        compiled, (stages, transfers, _) = loops(), line
         if compiled is not None and len(stages) <= MOST_STAGES:
             out, figures = (c_double * len(stages))(), figures_of(stages)
             compiled.het_ends(len(stages), figures, row_of(transfers), found.end_s, row_of(found.earliest), out)
