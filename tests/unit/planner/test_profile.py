@@ -39,6 +39,7 @@ from tools.planner.inputs.profile_schema import (
     profile_from_document,
     save_profile,
 )
+from tools.planner.profile.links import Seat
 from tools.planner.profile.settings import (
     Point,
     ProfileSettings,
@@ -50,6 +51,7 @@ from tools.planner.profile.settings import (
     parse_numbers,
     run_profile,
 )
+from tools.planner.profile.worker import _Run
 from tools.planner.replay.replan import _slower, _slower_device
 
 MODEL = ProfiledModel(64, 128, 4, 2, 96, 32, "fp32")
@@ -98,6 +100,18 @@ def test_resuming_measures_only_what_a_kind_lacks() -> None:
     assert missing_points(one, profile, ["a"]) == one.points()[4:]
     assert missing_points(one, profile, ["a", "b"]) == one.points()[2:]
     assert missing_points(one, None, ["a"]) == one.points()
+
+
+def test_resuming_with_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the figures would be of Transformer Engine's layers, and half of Megatron's."""
+    run = object.__new__(_Run)
+    run.settings, run.seats, run.memory_bytes, run.reserved_bytes = settings(out="p.json"), [Seat(0, 0, "a")], [1], [0]
+    monkeypatch.setattr("tools.planner.profile.layers.has_transformer_engine", lambda: True)
+    stored = run._with_kinds(Profile(MODEL))
+    assert run._with_kinds(stored) == stored
+    monkeypatch.setattr("tools.planner.profile.layers.has_transformer_engine", lambda: False)
+    with pytest.raises(PlannerError, match="transformer_engine = True: this run measures Megatron's layers on a"):
+        run._with_kinds(stored)
 
 
 @pytest.mark.parametrize(

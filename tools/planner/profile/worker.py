@@ -123,19 +123,21 @@ class _Run:
     def _with_kinds(self, profile: Profile) -> Profile:
         from .layers import has_transformer_engine
 
-        devices = list(profile.devices)
+        here, devices = has_transformer_engine(), {device.kind: device for device in profile.devices}
         for seat in self.seats:
-            if all(d.kind != seat.kind for d in devices):
-                devices.append(
-                    DeviceProfile(
-                        kind=seat.kind,
-                        memory_bytes=self.memory_bytes[seat.rank],
-                        gpus_per_node=self.settings.devices_per_node,
-                        reserved_bytes=self.reserved_bytes[seat.rank],
-                        transformer_engine=has_transformer_engine(),
-                    )
-                )
-        return dataclasses.replace(profile, devices=devices)
+            own = DeviceProfile(
+                kind=seat.kind,
+                memory_bytes=self.memory_bytes[seat.rank],
+                gpus_per_node=self.settings.devices_per_node,
+                reserved_bytes=self.reserved_bytes[seat.rank],
+                transformer_engine=here,
+            )
+            known = devices.setdefault(seat.kind, own).transformer_engine
+            if known != here:  # a mean of both layers would be the time of neither
+                problem = f"this run measures {'Transformer Engine' if here else 'Megatron'}'s layers on {seat.kind}"
+                hint = "Choose another --out or remove the file"
+                raise PlannerError(self.settings.out, "devices[*].transformer_engine", known, problem, hint)
+        return dataclasses.replace(profile, devices=[*devices.values()])
 
     def run(self) -> None:
         """All points, then searches and links."""
