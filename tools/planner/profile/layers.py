@@ -217,6 +217,7 @@ class Part:
         module = ends[point.layer](model) if point.layer in ends else _Layer(model, point.recompute)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16 or config.fp16)
         self.module = DistributedDataParallel(config, ddp_config, module)
+        self.parameters = sum(p.numel() for p in module.parameters())  # on this rank
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=1e-4,
@@ -265,11 +266,6 @@ class Part:
         self.optimizer.step()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters on this rank."""
-        return sum(p.numel() for p in self.module.parameters())
 
 
 class Stopwatch:
