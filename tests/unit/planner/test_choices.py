@@ -9,7 +9,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
 from testing.planner_cases import LLAMA_70B, cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
 from tests.unit.planner import eight_layers
-from tools.planner.costs.build import _again, build_plan
+from tools.planner.costs.build import _again, build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import WHOLE_PROGRAM, block_s, operations_of, simulate_block, work_of
@@ -236,12 +236,14 @@ def test_replicas_of_several_kinds_fit_and_have_all_gpus() -> None:
     assert {len(c.stages) for c, _ in found} >= {1, 2}
     for c, estimate in found:
         assert priced.fits(estimate) and c.gpus() == {0: 8, 1: 16}
-        build_plan(priced, c, estimate)
+        assert candidate_of(build_plan(priced, c, estimate), priced.cluster)[0].stages == c.stages
         by_speed = [o for o in changes(priced, GOAL, c) if o.stages[0].groups[0].parts != c.stages[0].groups[0].parts]
         units = [priced.units_of_parts(o, o.stages[0].groups[0]) or [] for o in (c, *by_speed)]
         seconds = [[u.layer_f + u.layer_b for u in mine] for mine in units]
         assert min(max(mine) / min(mine) for mine in seconds) < 1.05
     assert not [*of_kinds_together(priced.only([1]), GOAL)]
+    twice = priced.only([0, 1, 1])  # a plan would not tell the A100 of one entry from those of the other
+    assert not [*of_kinds_together(twice, GOAL)]
 
 
 def test_two_kinds_share_the_only_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

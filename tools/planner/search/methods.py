@@ -138,7 +138,9 @@ def _of_several_kinds(estimator: Estimator) -> Iterator[tuple[Group, int]]:
         pools = [p for p, node in enumerate(nodes) if node.gpu in chosen and node.quota]
         counts = [min(nodes[p].count * (nodes[p].gpus_per_node // tp), nodes[p].quota // tp) for p in pools]
         most = gcd(*counts)
-        if not all(counts) or len({nodes[p].gpu for p in pools}) < 2 or len({region[p] for p in pools}) > 1:
+        # a plan names the kinds of the parts of a replica, and no node groups: of two with one kind it takes any
+        is_told = 1 < len({nodes[p].gpu for p in pools}) == len(pools)
+        if not all(counts) or not is_told or len({region[p] for p in pools}) > 1:
             continue
         for replicas in (n for n in range(1, most + 1) if most % n == 0 and sum(counts) // n * tp <= MOST_SHARING):
             mine = [pool for pool, n in zip(pools, counts) for _ in range(n // replicas)]
