@@ -11,9 +11,9 @@ from benchmarks.published.accuracy import reference_model, reference_nodes, refe
 from megatron_het.plan import Plan
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
-from tools.planner.costs.estimate import Estimator, estimator_of
+from tools.planner.costs.estimate import Estimate, Estimator, estimator_of
 from tools.planner.costs.layer import MEGATRON_HET
-from tools.planner.costs.simulation import operations_of, simulate_block, simulate_candidate
+from tools.planner.costs.simulation import Simulation, _Block, operations_of, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.catalog import Gpu, catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
@@ -26,6 +26,12 @@ from tools.planner.search.finish import finish, waits_for_nobody
 from tools.planner.search.methods import search
 from tools.planner.search.outcome import Effort, Goal, Progress, SearchResult
 from tools.planner.search.part_search import stage_options
+
+
+def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
+    """Simulate one of the equal pipelines event by event, the exact reference of ``block_s``; raises PlannerError."""
+    return _Block(estimator, candidate, estimate).placed.simulate()
+
 
 # The automatic search against exhaustive enumeration on small random clusters.
 

@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import Plan
-from testing.planner_cases import LLAMA_8B, _random_groups, cluster_of, model_of, random_pool, read_back, with_catalog
+from testing.planner_cases import (
+    LLAMA_8B,
+    _random_groups,
+    cluster_of,
+    model_of,
+    random_pool,
+    read_back,
+    simulate_block,
+    with_catalog,
+)
 from tools.planner.costs.build import build_plan
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules import SCHEDULES, schedule_of
-from tools.planner.costs.simulation import operations_of, simulate_block
+from tools.planner.costs.simulation import operations_of
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model import Model

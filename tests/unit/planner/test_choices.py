@@ -7,12 +7,21 @@ import pytest
 
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Placement
-from testing.planner_cases import LLAMA_70B, cluster_of, estimator_of, model_of, random_pool, read_back, with_catalog
+from testing.planner_cases import (
+    LLAMA_70B,
+    cluster_of,
+    estimator_of,
+    model_of,
+    random_pool,
+    read_back,
+    simulate_block,
+    with_catalog,
+)
 from tests.unit.planner import eight_layers
 from tools.planner.costs.build import _again, build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
-from tools.planner.costs.simulation import WHOLE_PROGRAM, block_s, operations_of, simulate_block, work_of
+from tools.planner.costs.simulation import WHOLE_PROGRAM, block_s, operations_of, work_of
 from tools.planner.costs.stages import rows_of
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.model_parts import Experts

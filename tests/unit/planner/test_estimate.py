@@ -25,14 +25,14 @@ from benchmarks.published.accuracy import (
 )
 from megatron_het.plan.placement import route
 from megatron_het.schedule.kinds import Kind
-from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of, with_catalog
+from testing.planner_cases import LLAMA_8B, LLAMA_70B, cluster_of, estimator_of, model_of, simulate_block, with_catalog
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage, allocate
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import MEGATRON_HET
 from tools.planner.costs.layercost import CatalogCosts
 from tools.planner.costs.operating import Network
-from tools.planner.costs.simulation import block_s, simulate_block
+from tools.planner.costs.simulation import block_s
 from tools.planner.inputs.catalog import catalog
 from tools.planner.inputs.cluster import Cluster, NodeGroup
 from tools.planner.inputs.packing import strayed

@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 
 from megatron_het.features.registry import check_plan_alone
-from testing.planner_cases import cluster_of, estimator_of, model_of, random_case, random_pool, read_back, with_catalog
+from testing.planner_cases import (
+    cluster_of,
+    estimator_of,
+    model_of,
+    random_case,
+    random_pool,
+    read_back,
+    simulate_block,
+    with_catalog,
+)
 from tests.unit.planner.emit_plans import WIDE
 from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimate, Estimator
 from tools.planner.costs.schedules import MINISTAGES
 from tools.planner.costs.schedules.pipelines import SlimPipe
-from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate, simulate_parts
+from tools.planner.costs.simulation import block_s, simulate_candidate, simulate_parts
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, load_cluster
 from tools.planner.inputs.model import Model, load_model

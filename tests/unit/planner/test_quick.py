@@ -21,6 +21,7 @@ from testing.planner_cases import (
     random_case,
     random_pool,
     search_cases,
+    simulate_block,
     with_catalog,
 )
 from tools.planner.__main__ import main
@@ -29,7 +30,7 @@ from tools.planner.costs.build import build_plan, candidate_of
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.schedules.ministage import Visit, laps_s
-from tools.planner.costs.simulation import block_s, simulate_block, simulate_candidate
+from tools.planner.costs.simulation import block_s, simulate_candidate
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model import Model

@@ -385,13 +385,6 @@ def program_of(plan: Plan, parts: Parts = ()) -> Program:
         raise PlannerError("plan", error.where, plan.schedule.parameters, error.problem, error.hint) from None
 
 
-def simulate_block(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> Simulation:
-    """Simulate one of the equal pipelines, the exact reference of :func:`block_s`; raises PlannerError."""
-    plan = build_plan(estimator, candidate, estimate, one_block=True)
-    seated = _block_seats(estimator, candidate)
-    return _Placed(estimator, candidate, candidate.block(), estimate, plan, seated).simulate()
-
-
 def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
     """Nodes of the first of the candidate's equal pipelines, as placed with the others in the whole plan."""
     blocks, out = candidate.blocks, []
@@ -407,7 +400,7 @@ def _block_seats(estimator: Estimator, candidate: Candidate) -> Seats:
 
 
 def block_s(estimator: Estimator, candidate: Candidate, estimate: Estimate) -> float:
-    """The iteration time of :func:`simulate_block`, computed in a fraction of the time; raises PlannerError."""
+    """The iteration time of one of the equal pipelines, known for other orders and depths; raises PlannerError."""
 
     def simulate_it() -> float:
         key, known = candidate.with_(order=ORDERS[0], depths=()), estimator.known_blocks
@@ -427,6 +420,7 @@ class _Block:
 
     Attributes:
         operations: Number of its compute operations.
+        placed: The pipeline in its nodes, which can also be simulated event by event.
     """
 
     def __init__(self, estimator: Estimator, candidate: Candidate, estimate: Estimate) -> None:
@@ -435,18 +429,18 @@ class _Block:
         is_plain = candidate.schedule == PLAIN.name
         plan = build_plan(estimator, candidate, estimate, one_block=True, checked=not is_plain)
         seated = _block_seats(estimator, candidate)
-        self._placed = _Placed(estimator, candidate, candidate.block(), estimate, plan, seated)
+        self.placed = _Placed(estimator, candidate, candidate.block(), estimate, plan, seated)
         self._pipelines: Pipelines | None = None
         inputs = programs.generator_inputs(plan) if is_plain else None
         if inputs is not None:
-            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], self._placed.costs())
+            self._pipelines = pipelines_of(candidate.schedule, *inputs[:2], self.placed.costs())
 
     def seconds(self, candidate: Candidate, estimate: Estimate) -> float:
         """The iteration time in the candidate's order and depths."""
-        plan = in_order_of(self._placed.plan, candidate)
+        plan = in_order_of(self.placed.plan, candidate)
         if self._pipelines is not None:
             return self._pipelines.seconds(programs.parameters_of(plan))
-        found = replace(self._placed, whole=candidate, candidate=candidate.block(), estimate=estimate, plan=plan)
+        found = replace(self.placed, whole=candidate, candidate=candidate.block(), estimate=estimate, plan=plan)
         return found.quick_s()
 
 

@@ -252,19 +252,19 @@ EXCHANGING = 4  # factor by which the context exchange makes a simulation take l
 
 
 @collector_paused()
-def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: SearchResult) -> None:
-    """Add the changed plans to the outcome, the best first."""
+def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: SearchResult, known: float = inf) -> None:
+    """Add the changed plans to the outcome, the best first; plans far worse than a known value are not changed."""
     if outcome.interrupted or progress.spent:
         return
     is_long = estimator.model.seq_length >= LONG
-    starts = _starts(outcome, goal)
-    if not starts and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
+    starts = [found for found in _starts(outcome, goal) if found.value(goal) < FAR * known]
+    if not starts and known == inf and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
         first = _fitting(estimator, goal, outcome.nearest[0])
         starts = [] if first is None else [first]
         outcome.found += starts
     better: list[Found] = []
     progress.text = "choices"
-    known = outcome.best.value(goal) if outcome.best is not None else inf
+    known = min(known, outcome.best.value(goal) if outcome.best is not None else inf)
     ways: dict[Way, float] = {with_experts: FAR}
     if is_long:
         ways |= {in_slices: FAR, partial(in_slices, mixed=True): 1.0, of_kinds_together: HOPELESS}
@@ -477,6 +477,7 @@ def _layers(c: Candidate) -> Iterator[Candidate]:
 
 
 METHODS = ("auto", "zorse", "sailor", "poplar")
+FEW = 0.6  # share of the FLOP/s below which GPUs with faster layers are searched after all together
 
 
 def search(
@@ -500,7 +501,10 @@ def search(
             estimator, goal, progress, vendors, lambda part, _: search(method, part, goal, progress, robust)
         )
     if newer and estimator.running(newer) is not estimator:  # alone they run faster layers
-        return search_apart(estimator, goal, progress, [newer, pools], find)
+        # Where the newer ones are few, the time of a plan on all is often below the bound of every plan on them.
+        flops = [cluster.gpu(n.gpu).peak(estimator.model.precision) * n.quota for n in cluster.nodes]
+        are_few = sum(flops[p] for p in newer) < FEW * sum(flops)
+        return search_apart(estimator, goal, progress, [pools, newer] if are_few else [newer, pools], find)
     return find(estimator, inf)
 
 
@@ -513,9 +517,10 @@ def _search_together(
     try:
         bounds = Bounds(estimator, goal)
         bound = bounds.value(all_gpus(estimator))  # before the search, so that its CPU time counts
-        outcome = _search(method, estimator, goal, progress, known)
+        if bound < known:
+            outcome = _search(method, estimator, goal, progress, known)
         if method == "auto":
-            choose(estimator, goal, progress, outcome)
+            choose(estimator, goal, progress, outcome, known)
             prefer_plain(estimator, goal, outcome)
             if robust:
                 prefer_steady(estimator, goal, outcome)

@@ -97,7 +97,7 @@ def search_apart(
     """Search parts of a cluster one after the other; returns the best result, with the plans on other parts after it.
 
     Args:
-        parts: The pools of each vendor; or those whose ranks run faster layers alone, and then all.
+        parts: The pools of each vendor; or those whose ranks run faster layers alone, and all.
         find: Searches a part, given the value of the best plan so far.
     """
     limit_s, known, outcomes = progress.limit_s, inf, list[tuple[bool, float, Sequence[int], SearchResult]]()
