@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.unit.planner import eight_layers
 from tests.unit.planner.emit_plans import changed
 from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.catalogcost import CatalogCosts
+from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.layer import (
     DENSE,
     EXPERTS,
@@ -54,8 +56,8 @@ from tools.planner.inputs.files import (
 )
 from tools.planner.inputs.model import Model, model_from_document
 from tools.planner.inputs.model_parts import Experts
-from tools.planner.search.methods import search
-from tools.planner.search.outcome import Found, Goal, in_pools
+from tools.planner.search.methods import _search, search
+from tools.planner.search.outcome import Found, Goal, SearchResult, in_pools
 
 SHAPE = {**eight_layers.SHAPE, "seq_length": 8192, "global_batch_size": 16}
 
@@ -158,6 +160,20 @@ def test_plans_are_priced_with_the_layers_of_their_own_gpus() -> None:
     assert all(f.estimate == whole.running(f.candidate.gpus()).estimate(f.candidate) for f in found)
     fixed = estimator_of(cluster, model, None, WITHOUT_TE)
     assert fixed.running([0]) is fixed
+
+
+def test_few_gpus_with_faster_layers_are_left_out_by_their_bound() -> None:
+    cluster = cluster_of(("A100-80", 1, 2, 25e9), ("V100-32", 2, 8, 25e9))
+    searched: list[list[str]] = []
+
+    def recorded(name: str, part: Estimator, *rest: Any) -> SearchResult:
+        searched.append([node.gpu for node in part.cluster.nodes])
+        return _search(name, part, *rest)
+
+    with patch("tools.planner.search.methods._search", recorded):
+        best = search("auto", estimator_of(cluster, Model(**SHAPE, precision="fp16")), Goal(schedules=("1f1b",))).best
+    assert best is not None and set(best.candidate.gpus()) == {0, 1}
+    assert searched == [["A100-80", "V100-32"]]
 
 
 @pytest.mark.parametrize("gpu", ["V100-32", "A100-80", "H100-SXM", "MI300X"])
