@@ -168,6 +168,15 @@ class Weights:
         return f"{self.precision}-{'tied' if self.tied else 'untied'}-{self.layers}-{self.family}"
 
 
+def with_replicas(plan: Plan, change: Callable[[int, int, Replica], Replica]) -> Plan:
+    """Returns the plan with every replica changed; ``change`` gets the numbers of its stage and of itself, too."""
+    stages = [
+        replace(stage, replicas=tuple(change(s, q, replica) for q, replica in enumerate(stage.replicas)))
+        for s, stage in enumerate(plan.stages)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
 def recompute_some(plan: Plan) -> Plan:
     """Returns a plan with full recomputation in which every second stage recomputes only some layers of its chunks."""
     stages = list(plan.stages)

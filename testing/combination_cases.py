@@ -13,7 +13,7 @@ from typing import Any
 from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import PlanError, Stage, check_plan
-from testing.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_schedule
+from testing.cases import MICROBATCHES, Case, Row, build_plan, split_layers, with_replicas, with_schedule
 from testing.feature_cases import with_sizes
 from testing.runner import words
 from testing.slimpipe_cases import with_context_parallel_sizes
@@ -172,7 +172,8 @@ def case_of(row: Row, name: str, seed: int) -> Case:
         distributed_optimizer=row["distributed_optimizer"],
     )
     if row["context_exchange"]:
-        plan = replace(plan, stages=_routed_as_the_first(plan.stages))
+        first = plan.stages[0].replicas  # every microbatch goes to one replica number in all stages
+        plan = with_replicas(plan, lambda _, q, r: replace(r, microbatches=first[q].microbatches, speed=first[q].speed))
     shares = _SHARES if row["cp"] == "unequal parts" else ()
     plan = replace(plan, stages=with_context_parallel_sizes(plan.stages, cp_sizes(row, sizes), shares))
     own: tuple[str, ...] = ("--overlap-param-gather",) if row["overlap"] == "gradients and parameters" else ()
@@ -198,16 +199,6 @@ def case_of(row: Row, name: str, seed: int) -> Case:
     check_plan_alone(case.plan)
     build(case.plan)
     return case
-
-
-def _routed_as_the_first(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Route every microbatch to one replica number in all stages, as the context exchange requires."""
-    replicas = stages[0].replicas
-    found = []
-    for stage in stages:
-        same = (replace(r, microbatches=f.microbatches, speed=f.speed) for r, f in zip(stage.replicas, replicas))
-        found.append(replace(stage, replicas=tuple(same)))
-    return tuple(found)
 
 
 def _with_fewer_chunks(stages: tuple[Stage, ...], chosen: int) -> tuple[Stage, ...]:

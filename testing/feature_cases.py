@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from testing.cases import (
     pairwise,
     random_case,
     split_layers,
+    with_replicas,
     with_schedule,
 )
 from testing.families import (
@@ -60,13 +61,13 @@ def is_routed(case: Case) -> bool:
     return case.family in EXPERT_FAMILIES or (case.family in MODELS and has_experts(case.family))
 
 
+def _in_fp32(cases: Iterable[Case]) -> list[Case]:
+    return [case for case in cases if case.plan.training.precision == "fp32"]
+
+
 def with_expert_parallel(plan: Plan, sizes: Sequence[Sequence[int]]) -> Plan:
     """The plan with the EP sizes ``sizes[s][q]`` of replica q of stage s."""
-    stages = tuple(
-        replace(s, replicas=tuple(replace(r, ep=ep) for r, ep in zip(s.replicas, eps, strict=True)))
-        for s, eps in zip(plan.stages, sizes, strict=True)
-    )
-    return replace(plan, stages=stages)
+    return with_replicas(plan, lambda s, q, replica: replace(replica, ep=sizes[s][q]))
 
 
 def _sizes(plan: Plan) -> list[int]:
@@ -94,10 +95,8 @@ def with_experts(cases: Sequence[Case], seed: int) -> list[Case]:
         seed: Seed of the choice.
     """
     rng, parts, found = random.Random(seed), random.Random(f"parts of experts {seed}"), []
-    for case in cases:
+    for case in _in_fp32(cases):
         plan = case.plan
-        if plan.training.precision != "fp32":
-            continue
         if max(_sizes(plan)) > 1:
             plan = replace(plan, training=replace(plan.training, sequence_parallel=True))
         family = rng.choice(expert_families_for(plan))
@@ -191,24 +190,15 @@ def packed[C: Case](case: C, documents: str, family: str) -> C:
 
 def with_documents(cases: Sequence[Case], seed: int) -> list[Case]:
     """The cases in fp32 with several documents of long-tailed lengths in every sequence."""
-    rng, found = random.Random(seed), []
-    ways = [*DOCUMENTS, "by dataset", "by token, with positions"]
-    for case in cases:
-        if case.plan.training.precision == "fp32":
-            found.append(packed(case, rng.choice(ways), rng.choice(_PACKED_FAMILIES)))
-    return found
+    rng, ways = random.Random(seed), [*DOCUMENTS, "by dataset", "by token, with positions"]
+    return [packed(case, rng.choice(ways), rng.choice(_PACKED_FAMILIES)) for case in _in_fp32(cases)]
 
 
 def with_attention(cases: Sequence[Case], seed: int) -> list[Case]:
     """The cases in fp32, each with a family of :data:`ATTENTION_FAMILIES`."""
-    rng, found = random.Random(seed), []
-    for case in cases:
-        if case.plan.training.precision != "fp32":
-            continue
-        family = rng.choice(list(ATTENTION_FAMILIES))
-        chosen: dict[str, Any] = {**case.chosen, "family": family}
-        found.append(replace(case, family=family, chosen=chosen))
-    return found
+    rng = random.Random(seed)
+    drawn = [(case, rng.choice(list(ATTENTION_FAMILIES))) for case in _in_fp32(cases)]
+    return [replace(case, family=family, chosen={**case.chosen, "family": family}) for case, family in drawn]
 
 
 # Hybrid models under the plans of dense ones: every layer becomes two, attention first, and chunk boundaries move.
@@ -281,8 +271,7 @@ def with_recurrent(cases: Sequence[Case], seed: int) -> list[Case]:
 
 
 def _drawn(cases: Sequence[Case], rng: random.Random, families: Callable[[Plan], list[str]]) -> list[Case]:
-    whole = [case for case in cases if case.plan.training.precision == "fp32"]
-    found = [as_hybrid(case, rng.choice(families(case.plan)), rng) for case in whole]
+    found = [as_hybrid(case, rng.choice(families(case.plan)), rng) for case in _in_fp32(cases)]
     return [case for case in found if not case.plan.schedule.parameters.get("context_exchange") or _attends(case.plan)]
 
 

@@ -17,6 +17,7 @@ from testing.cases import (
     build_plan,
     row_of,
     split_layers,
+    with_replicas,
     with_schedule,
 )
 from testing.lab import Lab
@@ -169,11 +170,8 @@ def sliced_case(row: dict[str, Any], name: str, rng: random.Random) -> SlicedCas
     )
     model = replace(plan.model, num_query_groups=HEADS) if row["multi_head"] else plan.model
     routed = [tuple(range(count)), tuple(range(count, MICROBATCHES))][:replicas]
-    stages = tuple(
-        replace(s, replicas=tuple(replace(r, microbatches=m) for r, m in zip(s.replicas, routed, strict=True)))
-        for s in plan.stages
-    )
-    stages = with_context_parallel(stages, row.get("cp", 1))
+    plan = with_replicas(plan, lambda _, q, replica: replace(replica, microbatches=routed[q]))
+    stages = with_context_parallel(plan.stages, row.get("cp", 1))
     training = replace(plan.training, micro_batch_size=size)
     plan = replace(plan, model=model, training=training, stages=stages)
     case = SlicedCase(name, plan, overlap=row.get("overlap", False), chosen={"precision": "fp32", **row})

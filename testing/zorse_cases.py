@@ -15,8 +15,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megatron_het.plan import Plan, ScheduleSpec
-from testing.cases import LAYERS, STEPS, Case, build_plan, split_layers
+from megatron_het.plan import Plan, Replica, ScheduleSpec
+from testing.cases import LAYERS, STEPS, Case, build_plan, split_layers, with_replicas
 from testing.lab import OBSERVE, Lab, reference_name
 from testing.runner import Job, Runner
 
@@ -153,30 +153,17 @@ def _case(row: Row, name: str, rng: random.Random) -> Case:
 
 def with_shares(plan: Plan, shares: Sequence[Sequence[float]]) -> Plan:
     """The plan with these shares of state, ``[stage][replica]``."""
-    stages = tuple(
-        replace(
-            stage,
-            replicas=tuple(replace(r, state_share=float(share)) for r, share in zip(stage.replicas, row, strict=True)),
-        )
-        for stage, row in zip(plan.stages, shares, strict=True)
-    )
-    return replace(plan, stages=stages)
+    return with_replicas(plan, lambda s, q, replica: replace(replica, state_share=float(shares[s][q])))
 
 
 def _with_larger_microbatches(plan: Plan, size: int) -> Plan:
     """The plan with the same batch in fewer microbatches of ``size`` sequences."""
     count = plan.training.global_batch_size // size
-    stages = tuple(
-        replace(
-            stage,
-            replicas=tuple(
-                replace(r, microbatches=tuple(range(q, count, len(stage.replicas))))
-                for q, r in enumerate(stage.replicas)
-            ),
-        )
-        for stage in plan.stages
-    )
-    return replace(plan, training=replace(plan.training, micro_batch_size=size), stages=stages)
+
+    def routed(s: int, q: int, replica: Replica) -> Replica:
+        return replace(replica, microbatches=tuple(range(q, count, len(plan.stages[s].replicas))))
+
+    return with_replicas(replace(plan, training=replace(plan.training, micro_batch_size=size)), routed)
 
 
 def divided(layers: int, chunks: int, rng: random.Random) -> tuple[int, ...]:

@@ -301,7 +301,6 @@ def _count_no_step(state: Any) -> None:
 # copies are passed here.
 
 _LOOK_S = 0.5
-_WATCHING: list[threading.Thread] = []
 
 
 def staged(state: dict[str, Any], copies: Sequence[Any] = ()) -> dict[str, Any]:
@@ -344,31 +343,32 @@ def is_saving() -> bool:
     return module is not None and not module.is_empty_async_queue()
 
 
-def abandon_saves() -> None:
+def abandon_saves(*, ends: bool = False) -> None:
     """Drop the running saves after the end of their session, whose groups they need to complete.
 
     A checkpoint is valid once it is in the tracker, which is written last.  So an unfinished one does no harm.
+    With ``ends`` the writing process ends in any case, because this process does.
     """
     module: Any = sys.modules.get("megatron.training.async_utils")
     queue = None if module is None else module._async_calls_queue
-    if module is None or queue is None:
+    if queue is None:
         return
     module._async_calls_queue = None  # the next queue counts its saves from 0, like that of a new process
     caller = type(queue)._persistent_caller
-    if caller is not None and (queue.get_num_unfinalized_calls() or _has_died(type(caller))):
-        type(queue)._persistent_caller = None
-        caller.close(abort=True)
+    if caller is not None and (ends or queue.get_num_unfinalized_calls() or _has_died(type(caller))):
+        if (requests := getattr(caller, "_persistent_queue", None)) is not None:
+            requests.cancel_join_thread()  # at its end this process would wait until the killed one has read them
+        queue.close(abort=True)
 
 
+@functools.cache
 def watch_writer() -> None:
     """Start a thread that notices the death of the writing process; a second call does nothing.
 
     Megatron waits for that process without a bound.  After its death the thread marks all awaited items as done.  The
     results of the save are missing then, which is an error on all ranks.
     """
-    if not _WATCHING:
-        _WATCHING.append(threading.Thread(target=_look, daemon=True))
-        _WATCHING[0].start()
+    threading.Thread(target=_look, daemon=True).start()
 
 
 def _look() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_het.checkpoint.state_dict import StateDictHook, abandon_saves
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 # A rank that leaves after its last iteration has flushed its logs, and no peer loses a connection.
 
 
+Step = Callable[..., Any]
 _CALLED, _ENDED = "called", "ended"
 _POLL_S = 0.05
 _WHOLE_RUN = timedelta(days=3650)
+_UNEXPECTED = "Unexpected result"  # in the error of Megatron's rerun machine
 
 
 class RollCall:
@@ -52,15 +55,15 @@ class RollCall:
         self._thread = threading.Thread(target=self._answer, name="roll call", daemon=True)
         self._thread.start()
 
-    def verdict(self) -> str:
-        """The ranks that do not answer, as text for a message; bounded by twice ``answer_s``.
+    def verdict(self, cause: str = "") -> str:
+        """The first caller's cause, or the ranks that do not answer, as text; bounded by twice ``answer_s``.
 
         Call it after a failure.  Only the first caller asks; the others get its result.
         """
         deadline_s = time.monotonic() + 2 * self._answer_s
         try:
             if self._verdict is None and self._store.add("het/callers", 1) == 1:
-                self._call()
+                self._call(cause)
             while self._verdict is None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
         except RuntimeError:
@@ -83,21 +86,20 @@ class RollCall:
     def _key(rank: int) -> str:
         return f"het/call/{rank}"
 
-    def _call(self) -> None:
+    def _call(self, verdict: str) -> None:
         deadline_s = time.monotonic() + self._answer_s
         others = set(range(self._world_size)) - {self._rank}
         for rank in sorted(others):
             self._store.set(self._key(rank), _CALLED)
-        silent, is_over = set(others), False
+        silent, is_over = set(others), bool(verdict)
         while silent and not is_over:
             is_over = time.monotonic() > deadline_s  # one more check after it, for answers that came meanwhile
             silent = {rank for rank in silent if not self._store.check([f"het/here/{rank}"])}
             time.sleep(_POLL_S)
         names = ", ".join(f"rank {rank}" for rank in sorted(silent))
-        if names:
-            verdict = f"{names} does not answer: it has stopped, hangs or is cut off; its log says more"
-        else:
-            verdict = "all ranks answer, so one of them has failed by itself; its log says why"
+        gone = f"{names} does not answer: it has stopped, hangs or is cut off; its log says more"
+        alone = "all ranks answer, so one of them has failed by itself; its log says why"
+        verdict = verdict or (gone if names else alone)
         self._store.set("het/verdict", verdict)
         self._verdict = verdict
         self._store.set(self._key(self._rank), _ENDED)
@@ -168,7 +170,7 @@ class Boundary:
     def prepare(self, args: Any) -> None:
         """Called when Megatron's arguments are parsed and not validated yet."""
 
-    def remember(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+    def remember(self, provider: Step) -> Step:
         """Returns the datasets provider to call in place of the script's."""
         return provider
 
@@ -215,7 +217,7 @@ def _unexpected_result(args: Any, error: BaseException) -> str:
     if args.save and tracked(Path(args.save)) is None:
         saved = f"{args.save} has no checkpoint yet"
     if isinstance(error, RuntimeError):
-        return f"{error}. {saved}" if "Unexpected result" in str(error) else ""
+        return f"{error}. {saved}" if _UNEXPECTED in str(error) else ""
     codes = (rerun.EXIT_CODE_RESUME_TO_DISAMBIGUATE, rerun.EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
     ends = rerun.get_rerun_state_machine().state is rerun.RerunState.WILL_RERUN_FROM_CHECKPOINT
     if getattr(error, "code", None) not in codes and not (ends and args.save is None):
@@ -237,54 +239,52 @@ class PretrainHook:
         self._checksums: ChecksumWriter | None = None
         self._roll_call: RollCall | None = None
 
-    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, original: Step) -> Step:
         """``pretrain`` with the plan's groups, schedule, data routing and report."""
 
         @functools.wraps(original)
-        def pretrain(cfg_container: Any, provider: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        def pretrain(config: Any, provider: Step, *positional: Any, **keywords: Any) -> Any:
             args = _initialize_distributed(self._boundary.store or keywords.get("store"))
             if not self._boundary.outlives_sessions:
                 store = dist.distributed_c10d._get_default_store()
                 self._roll_call = RollCall(store, args.rank, args.world_size)
             try:
-                return self._run(original, args, cfg_container, provider, *positional, **keywords)
+                return self._run(original, args, config, provider, *positional, **keywords)
             except BaseException as error:
+                unexpected = ""
+                if isinstance(error, RuntimeError):
+                    unexpected = _unexpected_result(args, error)
+                    if self._roll_call is not None:
+                        said = self._roll_call.verdict(unexpected)
+                        error.add_note(f"het: rank {args.rank}: {said}")
+                        unexpected = unexpected or (said if _UNEXPECTED in said else "")
+                    self._boundary.failed(self._session)
                 if self._roll_call is not None:
-                    if isinstance(error, RuntimeError):  # name the ranks that no longer answer
-                        error.add_note(f"het: rank {args.rank}: {self._roll_call.verdict()}")
                     # A process that ends while a thread waits in the store is aborted, whatever its exit code.
                     self._roll_call.close()
-                if isinstance(error, RuntimeError):
-                    self._boundary.failed(self._session)
                 if self._boundary.outlives_sessions:
                     # The process goes on: keep the measurements, and close all connections.
                     with contextlib.suppress(RuntimeError, OSError):
                         self._session.finish_report()
                     with contextlib.suppress(RuntimeError):
                         self._session.close()
-                elif isinstance(error, RuntimeError) and (unexpected := _unexpected_result(args, error)):
+                    raise
+                abandon_saves(ends=True)
+                if unexpected:
                     sys.stderr.write(f"megatron_het: {unexpected}\n")
                     raise SystemExit(1) from None
                 raise
 
         return pretrain
 
-    def _run(
-        self,
-        original: Callable[..., Any],
-        args: Any,
-        cfg_container: Any,
-        provider: Callable[..., Any],
-        *positional: Any,
-        **keywords: Any,
-    ) -> Any:
+    def _run(self, original: Step, args: Any, config: Any, provider: Step, *positional: Any, **keywords: Any) -> Any:
         """``pretrain`` once ``torch.distributed`` is up."""
         session = self._session
         session.open(args)
-        complete_model_config(cfg_container.model, args)
+        complete_model_config(config.model, args)
         if args.dsa_indexer_loss_coeff:
             sum_indexer_losses(args.num_layers, counts=session.placement.locate(args.rank).tp_rank == 0)
-        session.prepare_model_config(cfg_container.model)
+        session.prepare_model_config(config.model)
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
         if self._boundary.restores and args.load is None and args.pretrained_checkpoint is None:
@@ -296,7 +296,7 @@ class PretrainHook:
             print(session.report.opening(), flush=True)  # noqa: T201 - as Megatron does
         try:
             with session.explained(lambda: "a step outside of the schedule"):
-                result = original(cfg_container, provider, *positional, **keywords)
+                result = original(config, provider, *positional, **keywords)
         except (SystemExit, TypeError) as stop:
             code, unexpected = getattr(stop, "code", 1), _unexpected_result(args, stop)
             if unexpected or code in (None, 0):
@@ -312,7 +312,7 @@ class PretrainHook:
         self._finish()
         return result
 
-    def _route_data(self, args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
+    def _route_data(self, args: Any, provider: Step) -> Step:
         placement = self._session.placement
         where = placement.locate(args.rank)
         replica = placement.replica(where.stage, where.replica)
@@ -326,22 +326,20 @@ class PretrainHook:
             self._session.plan.most_chunks - len(self._session.plan.stages[where.stage].layers),
         )
 
-    def wrap_schedule_getter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_schedule_getter(self, original: Step) -> Step:
         """``get_forward_backward_func``: the session's executor."""
 
         @functools.wraps(original)
-        def get_forward_backward_func(*_positional: Any, **_keywords: Any) -> Callable[..., Any]:
+        def get_forward_backward_func(*_positional: Any, **_keywords: Any) -> Step:
             return self._step
 
         return get_forward_backward_func
 
-    def wrap_generate_state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_generate_state_dict(self, original: Step) -> Step:
         """``generate_state_dict``; groups exist only once the session is open."""
 
         @functools.wraps(original)
         def generate_state_dict(*positional: Any, **keywords: Any) -> Any:
-            from megatron_het.checkpoint.state_dict import StateDictHook
-
             session = self._session
             if not (keywords.get("optim_sd_kwargs") or {}).get("is_loading", False):
                 session.settle()

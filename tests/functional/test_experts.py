@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.nccl_order import in_nccl_order, transports
 from megatron_het.plan import ScheduleSpec
-from testing.cases import Case
+from testing.cases import Case, with_replicas
 from testing.compare import Differences, compare
 from testing.families import EXPERT_FAMILIES
 from testing.lab import Lab
@@ -30,11 +30,7 @@ def make(name: str, family: str, sizes: list[list[int]], layers: list[Any], **mo
 
 def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:
     """With these expert-tensor-parallel sizes by stage."""
-    stages = tuple(
-        replace(stage, replicas=tuple(replace(r, etp=etp) for r in stage.replicas))
-        for stage, etp in zip(case.plan.stages, sizes, strict=True)
-    )
-    return replace(case, plan=replace(case.plan, stages=stages))
+    return replace(case, plan=with_replicas(case.plan, lambda s, _, replica: replace(replica, etp=sizes[s])))
 
 
 def routed(case: Case) -> Case:

@@ -1,6 +1,7 @@
 """Bad input is refused before anything starts, and a dead rank stops the others with a reason."""
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from megatron_het.plan import save_plan
 from testing.cases import MICROBATCHES, Weights, build_plan, common_flags
 from testing.lab import Lab
+from testing.probe import around
 from testing.runner import Finished, Job, words
 
 PLAN = build_plan([[1], [2, 1]], [2, 3], random.Random(0), even_routing=False)
@@ -190,20 +192,31 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     assert_goes_on(lab, tmp_path / "again", checkpoints)
 
 
+def lose_losses(*, rank: int, which: int | None) -> None:
+    """Make all losses of one rank NaN (a ``Job.setup``)."""
+    if rank == which:
+        from megatron_het import gpt_training
+
+        around(gpt_training, "_watch_loss", before=lambda _, loss: loss.data.fill_(math.nan))
+
+
 @pytest.mark.parametrize(
-    ("saves", "mode", "said"),
+    ("saves", "mode", "said", "victim"),
     [
-        (True, "validate_results", "iteration 2 gave NaN.*checkpoints is of before"),
-        (False, "validate_results", "iteration 2 gave NaN.*without --save"),
-        (True, "disabled", "Rank 0, .* Unexpected result nan .* has no checkpoint yet"),
+        (True, "validate_results", "iteration 2 gave NaN.*checkpoints is of before", None),
+        (False, "validate_results", "iteration 2 gave NaN.*without --save", None),
+        (True, "disabled", "Rank 0, .* Unexpected result nan .* has no checkpoint yet", None),
+        (True, "disabled", "Rank 3, .* Unexpected result nan .* has no checkpoint yet", 3),
     ],
 )
 def test_a_loss_that_is_no_number_ends_all_ranks_with_one_line(
-    saves: bool, mode: str, said: str, lab: Lab, tmp_path: Path
+    saves: bool, mode: str, said: str, victim: int | None, lab: Lab, tmp_path: Path
 ):
     """The first rank took the store with it, so that others ended with traces of C++, or all with a TypeError."""
     flags, every = words("--lr 1e30 --min-lr 1e29 --clip-grad 0 --rerun-mode", mode), SAVED_AT if saves else None
-    finished = lab.runner.run(lab.training(PLAN, tmp_path / "run", *flags, steps=6, every=every), check=False)
+    setup = ("tests.functional.test_failures:lose_losses", {"which": victim})
+    job = lab.training(PLAN, tmp_path / "run", *flags, steps=6, every=every, setup=setup)
+    finished = lab.runner.run(job, check=False)
     assert set(finished.returncodes) == {16 if saves and mode != "disabled" else 1}
     logs = [finished.log(rank) for rank in range(PLAN.world_size)]
     assert not any(word in log for log in logs for word in ("Traceback", "frame #")), logs

@@ -1,6 +1,7 @@
 """Megatron's waits for the process that writes checkpoints end when it has died."""
 
 import multiprocessing
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -41,6 +42,28 @@ def test_nobody_waits_for_a_process_that_has_died():
         thread.join(SOON_S)
         assert not thread.is_alive()
     assert caller._persistent_comp_q.get(timeout=SOON_S) == -1
+
+
+def _fail_in_a_save() -> None:
+    """End like a rank that fails while its writing process has not yet read what it is to write."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, PersistentAsyncCaller
+
+    queue, context = AsyncCallsQueue(persistent=True), multiprocessing.get_context("fork")
+    sys.modules["megatron.training.async_utils"] = SimpleNamespace(_async_calls_queue=queue)  # type: ignore[assignment]
+    writer = context.Process(target=time.sleep, args=(600.0,), daemon=True)
+    PersistentAsyncCaller._persistent_queue = context.JoinableQueue()
+    PersistentAsyncCaller._persistent_process = queue._get_async_caller().process = writer
+    writer.start()
+    PersistentAsyncCaller._persistent_queue.put(bytes(1 << 20))  # more than a pipe holds
+    asynchronous.abandon_saves(ends=True)
+
+
+def test_a_process_ends_although_nobody_has_read_what_is_to_be_written():
+    process = multiprocessing.get_context("fork").Process(target=_fail_in_a_save)
+    process.start()
+    process.join(SOON_S)
+    process.kill()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

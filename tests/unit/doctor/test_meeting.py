@@ -29,6 +29,7 @@ from megatron_het.features.registry import check_plan_alone
 from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape, check_plan
 from megatron_het.store import StoreServer
+from testing.cases import with_replicas
 
 WORLD = 3
 NAMES = Names(("a", "a", "b"))
@@ -231,10 +232,8 @@ def plan(schedule="1f1b", parameters=None, chunks=1, microbatches=64, tp=1, ep=1
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_tiny_plans_are_sound_and_small(given, recompute):
     given = replace(given, training=replace(given.training, recompute=recompute))
-    stages = [
-        replace(s, replicas=tuple(replace(r, recompute_layers=s.layers) for r in s.replicas)) for s in given.stages
-    ]
-    given = replace(given, stages=tuple(stages)) if recompute == "full" else given
+    if recompute == "full":
+        given = with_replicas(given, lambda s, _, r: replace(r, recompute_layers=given.stages[s].layers))
     check_plan(given)
     tiny = tiny_plan(given)
     check_plan(tiny)
