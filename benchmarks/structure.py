@@ -128,18 +128,18 @@ TARGETS: dict[str, Target] = {
     "loaded_modules": {"1F1B": 100, "het-plan plan": 120},
 }
 PRESENT: dict[str, Target] = {
-    "product_lines": 71_800,
-    "all_lines": 134_850,
+    "product_lines": 71_730,
+    "all_lines": 134_580,
     "package_lines": BUDGET
     | {
-        "benchmarks": 14_560,
+        "benchmarks": 14_345,
         "examples": 2_170,
         "megatron_het": 1_550,
         "megatron_het/arguments": 1_000,
         "megatron_het/attention": 3_560,
         "megatron_het/auto_batch": 1_260,
         "megatron_het/checkpoint": 1_360,
-        "megatron_het/device": 1_150,
+        "megatron_het/device": 1_125,
         "megatron_het/doctor": 2_550,
         "megatron_het/elastic": 5_320,
         "megatron_het/features": 13_280,
@@ -149,7 +149,7 @@ PRESENT: dict[str, Target] = {
         "megatron_het/runtime": 2_500,
         "megatron_het/safe_io": 700,
         "megatron_het/store": 1_135,
-        "tests": 40_080,
+        "tests": 40_010,
         "tools/planner": 22_995,
     },
 }
