@@ -457,7 +457,8 @@ static double stall_of(const double *stage, double trip, double slowest, double 
  * Returns the stage that decides it, negative if there are too many.
  */
 int32_t het_pipeline(int32_t count, const double *figures, const double *at_once, const double *transfers,
-                     const double *cards, const double *loops, double waits, double slices, double chunks, int32_t in_turn, double *out) {
+                     const double *cards, const double *loops, double waits, double slices, double chunks,
+                     int32_t in_turn, double *out) {
     const double *stages[MOST_STAGES];
     double trips[MOST_STAGES], slowest[MOST_STAGES], cut = chunks * slices, sooner = 0.0, drain = 0.0, worst = 0.0;
     double longest = at_once[0];
