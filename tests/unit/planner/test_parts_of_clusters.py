@@ -50,7 +50,7 @@ def fast_and_slow() -> tuple[Cluster, Model]:
 
 def test_local_search_goes_on_where_it_has_ended():
     """A better plan is behind worse ones; of what is met there nothing worse takes the place of a finalist."""
-    memo = CandidateCache(with_catalog(*random_pool(150)), Goal(), Progress())
+    memo = CandidateCache(with_catalog(*random_pool(161)), Goal(), Progress())
     effort = Effort(sketches=100, seeds=12, steps=80, beam=1, counts=1)
     part_search.explore(memo, effort, memo.limits)
     before, known = memo.best, set(memo.good)

@@ -257,7 +257,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Search
     if outcome.interrupted or progress.spent:
         return
     is_long = estimator.model.seq_length >= LONG
-    starts = [found for found in _starts(outcome, goal) if found.value(goal) < FAR * known]
+    starts = [found for found in _starts(outcome, goal) if found.value(goal) <= FAR * known]
     if not starts and known == inf and outcome.nearest is not None and outcome.nearest[0].schedule in goal.schedules:
         first = _fitting(estimator, goal, outcome.nearest[0])
         starts = [] if first is None else [first]
@@ -517,7 +517,7 @@ def _search_together(
     try:
         bounds = Bounds(estimator, goal)
         bound = bounds.value(all_gpus(estimator))  # before the search, so that its CPU time counts
-        if bound < known:
+        if bound <= known:
             outcome = _search(method, estimator, goal, progress, known)
         if method == "auto":
             choose(estimator, goal, progress, outcome, known)
