@@ -158,9 +158,12 @@ def test_a_machine_without_loopback_is_named(monkeypatch: pytest.MonkeyPatch) ->
         run_profile(settings(), 1)
 
 
-def test_a_window_of_passes_finds_its_memory_touched() -> None:
-    from tools.planner.profile.layers import _make_room
+def test_a_window_has_a_pass_and_finds_its_memory_touched() -> None:
+    from tools.planner.profile.layers import _make_room, _repeat
 
+    work = Mock()
+    _repeat(0.0, work, None)  # as where another process had the core for a whole window
+    assert work.call_count == 1
     _make_room()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     _ = [torch.zeros(2 << 20, dtype=torch.uint8) for _ in range(64)]  # 32,768 pages

@@ -407,11 +407,11 @@ def _step(part: Part, watch: Stopwatch) -> None:
 def _repeat(window_s: float, work: Callable[[], None], group: Any) -> None:
     """Repeat ``work`` for about ``window_s``; ranks of one TP group repeat equally often."""
     start = time.perf_counter()
+    work()  # at least once, even where another process has the core all the while
     if group is None and not on_gpu():
         while time.perf_counter() - start < window_s:
             work()
         return
-    work()
     if on_gpu():
         torch.cuda.synchronize()
     once = torch.tensor([time.perf_counter() - start], device="cuda" if on_gpu() else "cpu")
