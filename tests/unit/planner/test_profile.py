@@ -110,6 +110,8 @@ def test_resuming_with_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) 
     stored = run._with_kinds(Profile(MODEL))
     assert run._with_kinds(stored) == stored
     monkeypatch.setattr("tools.planner.profile.layers.has_transformer_engine", lambda: False)
+    assert run._with_kinds(stored) == stored  # on a processor: a file of before the field, which is True by default
+    monkeypatch.setattr("tools.planner.profile.layers.on_gpu", lambda: True)
     with pytest.raises(PlannerError, match="transformer_engine = True: this run measures Megatron's layers on a"):
         run._with_kinds(stored)
 

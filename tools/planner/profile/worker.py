@@ -121,7 +121,7 @@ class _Run:
         return dataclasses.replace(profile, complete=False, notes=self.settings.notes or profile.notes)
 
     def _with_kinds(self, profile: Profile) -> Profile:
-        from .layers import has_transformer_engine
+        from .layers import has_transformer_engine, on_gpu
 
         here, devices = has_transformer_engine(), {device.kind: device for device in profile.devices}
         for seat in self.seats:
@@ -133,7 +133,8 @@ class _Run:
                 transformer_engine=here,
             )
             known = devices.setdefault(seat.kind, own).transformer_engine
-            if known != here:  # a mean of both layers would be the time of neither
+            # A mean of both layers would be the time of neither.  On a processor they are always Megatron's own.
+            if known != here and on_gpu():
                 problem = f"this run measures {'Transformer Engine' if here else 'Megatron'}'s layers on {seat.kind}"
                 hint = "Choose another --out or remove the file"
                 raise PlannerError(self.settings.out, "devices[*].transformer_engine", known, problem, hint)
