@@ -394,13 +394,6 @@ def forbid_process_groups(*, rank: int) -> None:
     dist.init_process_group = dist.new_group = refuse
 
 
-def count_devices(answer: Any) -> None:
-    """Target of a ``multiprocessing`` process: put the number of devices into the queue ``answer``."""
-    import torch
-
-    answer.put(torch.cuda.device_count())
-
-
 # The reference of per-ministage clipping: one process in which each group of gradients is clipped by its own norm.
 #
 # A group has the parameters of one ministage of one stage.  Norm and clipping are implemented here

@@ -8,12 +8,18 @@ All other code of the project queries the :class:`Platform` instead of testing f
 a rank's memory on a device.
 """
 
+import contextlib
+import ctypes
 import functools
 import importlib.machinery
 import importlib.util
+import multiprocessing.context
+import multiprocessing.process
 import os
+import signal
 import socket
 import sys
+import threading
 import types
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -29,6 +35,8 @@ SAME_DEVICES = "HET_SAME_DEVICES"
 SHARING_RANK = "HET_LOCAL_RANK"
 """Variable with the launcher's local rank where ranks share devices: ``LOCAL_RANK`` is the device then."""
 _ACTIVE: "list[Platform]" = []
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: few calls are safe after a fork
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,9 @@ def activate(*, plays_cuda: bool = False) -> Platform:
             from megatron_het.device import cpu
 
             cpu.install()
-            cpu.prepare_children(activate)
             _ACTIVE.append(Platform("cpu"))
+        multiprocessing.context.SpawnContext.Process = SpawnedChild
+        multiprocessing.context.ForkServerContext.Process = ForkServerChild
     if plays_cuda and not _ACTIVE[0].is_cuda:
         _ACTIVE[0] = Platform("cpu", plays_cuda=True)
     return _ACTIVE[0]
@@ -170,6 +179,69 @@ def pretend(platform: Platform) -> None:
 def is_active() -> bool:
     """Whether :func:`activate` has been called in this process."""
     return bool(_ACTIVE)
+
+
+# Processes beside a rank, which others start, such as data workers and those that write checkpoints (--async-save).
+
+
+class _Child(multiprocessing.process.BaseProcess):
+    """A new interpreter with the platform of its parent, with which it ends; unpickled there."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        self._is_cpu = not _ACTIVE[0].is_cuda
+
+    def run(self) -> None:
+        if self._is_cpu:  # Megatron's writer divides by the number of devices, and the training would wait for ever
+            activate()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        super().run()
+
+
+class SpawnedChild(_Child, multiprocessing.context.SpawnProcess):
+    """A process that is started with ``spawn``."""
+
+
+class ForkServerChild(_Child, multiprocessing.context.ForkServerProcess):
+    """A process that is started with ``forkserver``."""
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended; a killed parent would not end it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def kill_with(parent: int) -> None:
+    """Have Linux kill this process when the thread of its parent that has started it ends, also if that is killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it was killed before
+            os._exit(1)
+
+
+@functools.cache
+def guard_forks() -> None:
+    """Make processes that this one forks leave its network connections, and end with it; a second call does nothing.
+
+    A copy keeps a connection of a killed rank open, and its peers would wait until the timeout.
+    """
+    rank, main = os.getpid(), threading.main_thread()
+
+    def in_child() -> None:
+        # Another thread of the rank may end before it, and a child's child may be a daemon.
+        if threading.current_thread() is main and os.getppid() == rank:
+            kill_with(rank)
+        with open(os.devnull, "rb") as nothing:
+            for name in os.listdir("/dev/fd"):
+                with contextlib.suppress(OSError), socket.socket(fileno=int(name)) as found:
+                    # The number stays in use, because objects of the parent close it later.
+                    if found.detach() >= 0 and found.family in (socket.AF_INET, socket.AF_INET6):
+                        os.dup2(nothing.fileno(), int(name), inheritable=False)
+
+    os.register_at_fork(after_in_child=in_child)
 
 
 # The Megatron flags that a machine needs, each with its reason.

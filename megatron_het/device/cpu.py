@@ -11,10 +11,7 @@ import contextlib
 import ctypes
 import functools
 import logging
-import multiprocessing
-import multiprocessing.process
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,55 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_het.device.simulated import host_wait
-
-# CPU device support in processes that Megatron starts, such as the one that writes checkpoints (--async-save).
-#
-# Such a process is a new interpreter that has not called :func:`megatron_het.device.activate`.
-# Megatron's ``rank % torch.cuda.device_count()`` would divide by zero there, and the training would wait for ever.
-
-
-class _Activated(multiprocessing.process.BaseProcess):
-    """A process that calls the function of :func:`prepare_children`, which is pickled with it, before its target."""
-
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
-        self._make_ready = _MAKE_READY[0]
-
-    def run(self) -> None:
-        self._make_ready()
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        super().run()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent has ended; a killed parent would not end it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-_MAKE_READY: list[Callable[[], Any]] = []
-_CONTEXTS: dict[str, Any] = {
-    name: multiprocessing.get_context(name)
-    for name in ("spawn", "forkserver")
-    if name in multiprocessing.get_all_start_methods()
-}
-# Attributes of this module, so that the new interpreter can unpickle them.
-CpuSpawnProcess = type("CpuSpawnProcess", (_Activated, _CONTEXTS["spawn"].Process), {"__module__": __name__})
-if "forkserver" in _CONTEXTS:
-    CpuForkServerProcess = type(
-        "CpuForkServerProcess", (_Activated, _CONTEXTS["forkserver"].Process), {"__module__": __name__}
-    )
-
-
-def prepare_children(make_ready: Callable[[], Any]) -> None:
-    """Make all processes that are started later with ``spawn`` or ``forkserver`` call ``make_ready`` first."""
-    _MAKE_READY[:] = [make_ready]
-    type(_CONTEXTS["spawn"]).Process = CpuSpawnProcess
-    if "forkserver" in _CONTEXTS:
-        type(_CONTEXTS["forkserver"]).Process = CpuForkServerProcess
-
 
 # Collectives with parts of different sizes, with which expert layers exchange varying numbers of tokens.
 #
@@ -197,15 +145,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _as_cpu(device: Any) -> Any:
     """The CPU if ``device`` names a CUDA device by name, number or object, else ``device`` itself."""
-    if isinstance(device, bool):
-        return device
-    if isinstance(device, int):
-        return _CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return _CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return _CPU
-    return device
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_named = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return _CPU if is_number or is_named else device
 
 
 def _without_compiler() -> None:

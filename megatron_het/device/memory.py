@@ -57,15 +57,13 @@ class MemoryMeter(ABC):
     def _take_peak(self) -> int:
         """The peak since the last call; resets the peak to the current live bytes."""
 
-    @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
+    def ignoring(self) -> contextlib.AbstractContextManager[None]:
         """Context whose allocations are never counted.  Not on CUDA.
 
         Raises:
             NotImplementedError: The meter counts all allocations of torch's allocator.
         """
         raise NotImplementedError(f"{type(self).__name__} counts all that is allocated")
-        yield
 
     def close(self) -> None:  # noqa: B027  a meter without hooks has nothing to undo
         """Stop measuring."""
@@ -128,20 +126,17 @@ class CpuMemoryMeter(MemoryMeter):
     def __init__(self, limit_bytes: int = 0) -> None:
         super().__init__()
         self.storages = LimitedStorages(limit_bytes) if limit_bytes else Storages()
-        self._watched = watched(self.storages)
-        self._watched.__enter__()
-        self._mode: TorchDispatchMode | None = StorageWatch(self.storages)
-        self._mode.__enter__()
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(watched(self.storages))
+        self._hooks.enter_context(StorageWatch(self.storages))
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of tensors that existed before, such as parameters."""
         for tensor in tensors:
             self.storages.adopt(tensor)
 
-    @contextlib.contextmanager
-    def ignoring(self) -> Iterator[None]:
-        with self.storages.ignoring():
-            yield
+    def ignoring(self) -> contextlib.AbstractContextManager[None]:
+        return self.storages.ignoring()
 
     def live_bytes(self) -> int:
         return self.storages.live_bytes
@@ -151,10 +146,7 @@ class CpuMemoryMeter(MemoryMeter):
         return peak
 
     def close(self) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-            self._mode = None
-            self._watched.__exit__(None, None, None)
+        self._hooks.close()
 
 
 class Storages:

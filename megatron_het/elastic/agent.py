@@ -1,7 +1,6 @@
 """The agent of a node: starts one worker per device, monitors them, and reports events to the controller."""
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import itertools
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_het.device import SAME_DEVICES
+from megatron_het.device import SAME_DEVICES, kill_with
 from megatron_het.elastic.worker import ENVIRONMENT, Setting
 from megatron_het.store import StoreError, TokenError
 
@@ -34,8 +33,6 @@ _LOG_BYTES, _LONGEST_WORDS = 65536, 600
 MAX_LOG_BYTES = 16 * 2**20
 _KEPT_LOGS = 4  # ended workers of each device whose logs stay
 _PIPE_BYTES = 2**20
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ class Agent:
             stdin=subprocess.DEVNULL,
             stdout=log.pipe,
             stderr=subprocess.STDOUT,
-            preexec_fn=functools.partial(_die_with_parent, os.getpid()) if _LIBC else None,  # noqa: PLW1509  no lock
+            preexec_fn=functools.partial(kill_with, os.getpid()),  # noqa: PLW1509  no lock
             start_new_session=True,  # see end_all
         )
         log.started()
@@ -358,11 +355,3 @@ def _last_words(said: bytes) -> str:
 def _is_meant(worker: _Worker, document: Any) -> bool:
     """Whether a document about a process number belongs to this worker's process."""
     return document is not None and document["identity"] in ("", worker.identity)
-
-
-def _die_with_parent(agent: int) -> None:
-    """Have the kernel end the worker when its agent is killed, because no process would monitor it."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != agent:  # it was killed before
-        os._exit(1)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_het.checkpoint.state_dict import StateDictHook, abandon_saves
+from megatron_het.device import guard_forks
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
@@ -244,6 +245,7 @@ class PretrainHook:
 
         @functools.wraps(original)
         def pretrain(config: Any, provider: Step, *positional: Any, **keywords: Any) -> Any:
+            guard_forks()
             args = _initialize_distributed(self._boundary.store or keywords.get("store"))
             if not self._boundary.outlives_sessions:
                 store = dist.distributed_c10d._get_default_store()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import megatron_het
+from megatron_het.device import kill_with
 from megatron_het.elastic import agent as agents
 from megatron_het.elastic import members, sessions
 from megatron_het.elastic.__main__ import main
@@ -88,7 +89,7 @@ def test_a_log_is_bounded_and_a_full_disk_ends_nobody(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_ends_whose_agent_was_killed_before_the_kernel_knew() -> None:
-    begin = functools.partial(agents._die_with_parent, agent=0)
+    begin = functools.partial(kill_with, 0)
     assert subprocess.run(["sleep", "60"], preexec_fn=begin, check=False).returncode == 1
 
 
