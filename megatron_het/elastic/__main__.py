@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -159,10 +160,16 @@ def _run(words: Sequence[str]) -> int:
         _say(f"{', '.join(idle)}: without effect here, give them to the node with --start-controller")
     helper = None
     if options.start_controller:
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the agent handles it
         command = [sys.executable, "-m", "megatron_het.elastic", *own, "--controller-only"]
         helper = subprocess.Popen([word for word in command if not word.startswith("--start-c")])
     try:
         return _serve_node(options, host, port, token, flags, helper)
+    except SystemExit:  # the node has not begun, and the controller would wait for it with port and folder
+        if helper is not None:
+            helper.terminate()
+        raise
     finally:
         if helper is not None:
             try:

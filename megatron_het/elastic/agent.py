@@ -283,9 +283,12 @@ class Agent:
             self._told_s = time.monotonic()
             for worker in self._workers:
                 worker.process.send_signal(signal.SIGUSR1)
+        if self._asked:
+            self._to_start.clear()
         if self._asked and not self._has_said:
             self._has_said = True
-            self._unsaid.append({"type": "leave", "node": name})
+            processes = [worker.number for worker in self._workers]
+            self._unsaid.append({"type": "leave", "node": name, "processes": processes})
         for worker in list(self._workers):
             code = worker.process.poll()
             if code is not None:

@@ -43,7 +43,7 @@ class Controller:
         self._file, self._lessons = members.StateFile(self.state, self.say), members.Lessons(self.planner, self.say)
         self._members: dict[int, members.Member] = {}
         self._newest = 0
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, int] = {}  # nodes that are to leave, and the newest process that this is about
         self._generation: Generation | None = None
         self._ended: dict[int, dict[str, Any]] = {}
         self._wanted: tuple[str, Moment] | None = None
@@ -147,8 +147,11 @@ class Controller:
         elif kind == "newer":
             self._adopt(Generation.from_json(message["generation"]))
         elif kind == "leave":
-            self._leaving.add(str(message["node"]))
+            early = {int(process) for process in message.get("processes", ())}.difference(self._members)
+            self._leaving[str(message["node"])] = max([self._newest, *early])
             self.say(f"node {message['node']} is to leave")
+            for process in early:  # it is not ready yet
+                self.board.put(f"gone/{process}", {"identity": ""})
             self._release()
         elif kind == "replan":
             try:
@@ -189,12 +192,14 @@ class Controller:
             self._arrivals.ended(node, 0, why)
             self.say(why)
             return
-        self._leaving.discard(node)
+        if number > self._leaving.get(node, -1):  # the node has come back
+            self._leaving.pop(node, None)
         self._members[number] = members.Member(Process(number, node, str(message["device"])), identity=identity)
         self._arrivals.came(node, int(message.get("workers", 1)))
         self._give_no_number_below(number)  # a restarted controller must not give this number to another process
         self._unwritten = True
         self.say(f"worker {number} on {node} is ready")
+        self._release()
 
     def _give_no_number_below(self, number: int) -> None:
         if number > self._newest:
@@ -536,7 +541,7 @@ class Controller:
             return
         self._generation, self._signature, self.history = found.generation, found.signature, list(found.history)
         self._members = {p.number: members.Member(p, identity=identity) for p, identity in found.processes}
-        self._leaving = set(found.leaving)
+        self._leaving = dict.fromkeys(found.leaving, found.newest)
         self._saves.recall(self._generation)
         self._lessons.recall(found.corrected)
         if self.history and self.history[-1].get("opened"):

@@ -124,8 +124,7 @@ def flush_logs() -> None:
     lost.
     """
     module = sys.modules.get("megatron.training.global_vars")
-    writer = module._GLOBAL_TENSORBOARD_WRITER if module is not None else None
-    if writer is not None:
+    if (writer := getattr(module, "_GLOBAL_TENSORBOARD_WRITER", None)) is not None:
         writer.flush()
 
 
@@ -253,8 +252,10 @@ class PretrainHook:
             try:
                 return self._run(original, args, config, provider, *positional, **keywords)
             except BaseException as error:
-                unexpected = ""
-                if isinstance(error, RuntimeError):
+                unexpected, code = "", 1
+                if isinstance(error, KeyboardInterrupt):
+                    unexpected, code = f"rank {args.rank} was interrupted", 130
+                elif isinstance(error, RuntimeError):
                     unexpected = _unexpected_result(args, error)
                     if self._roll_call is not None:
                         said = self._roll_call.verdict(unexpected)
@@ -274,7 +275,7 @@ class PretrainHook:
                 abandon_saves(ends=True)
                 if unexpected:
                     sys.stderr.write(f"megatron_het: {unexpected}\n")
-                    raise SystemExit(1) from None
+                    raise SystemExit(code) from None
                 raise
 
         return pretrain

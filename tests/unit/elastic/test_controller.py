@@ -118,18 +118,24 @@ def test_a_worker_that_ends_before_the_job_begins_is_counted_again(tmp_path: Pat
     assert job.get("0/generation")["ranks"] == [2, 3]
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_node_that_holds_nothing_leaves_at_once(has_begun: bool, tmp_path: Path):
-    """A spare node, or one before the job has begun, was asked to leave and waited for the next change."""
+def test_a_node_that_holds_nothing_leaves_at_once(has_begun: bool, is_ready: bool, tmp_path: Path):
+    """A spare node, or one before the job has begun, waited for the next change; one that was not ready stayed."""
     job = trained(tmp_path, PAIR) if has_begun else Job(tmp_path, PAIR)
     if has_begun:
         job.opened(), job.opened(process=2)
-    job.come(3)
+    if is_ready:
+        job.come(3), job.step()
+    job.board.post({"type": "leave", "node": "n3", "processes": [3]})
     job.step()
-    job.board.post({"type": "leave", "node": "n3"})
-    job.step()
-    assert job.has("gone/3") and 3 not in job.controller._members
+    assert job.has("gone/3")
+    if not is_ready:  # its message was on the way
+        job.come(3), job.step()
+    assert 3 not in job.controller._members
     assert not job.has("0/wanted")
+    job.come(4, node="n3"), job.step()
+    assert 4 in job.controller._members and not job.get("status")["leaving"], "it has come back"
 
 
 def test_a_job_that_cannot_begin_says_so(tmp_path: Path):
@@ -365,6 +371,9 @@ def test_a_node_that_is_to_leave_waits_for_no_controller(
         agent._meet()
     board.close()
     agent._ask_to_leave()
+    numbers, agent._to_start = [worker.number for worker in agent._workers], [7]
+    agent._look_after()
+    assert not agent._to_start and agent._unsaid[0] == {"type": "leave", "node": "n1", "processes": numbers}
     for worker in agent._workers:  # it takes a while to end
         monkeypatch.setattr(worker.process, "poll", iter([None] * 5 + [-9] * 9).__next__)
     assert agent.run() == 0

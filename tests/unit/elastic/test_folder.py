@@ -4,6 +4,7 @@ import ast
 import errno
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 import megatron_het
 from megatron_het.device import kill_with
+from megatron_het.elastic import __main__ as commands
 from megatron_het.elastic import agent as agents
 from megatron_het.elastic import members, sessions
 from megatron_het.elastic.__main__ import main
@@ -26,7 +28,7 @@ from megatron_het.elastic.worth import standing
 from megatron_het.plan import save_plan
 from megatron_het.safe_io import FileError
 from megatron_het.store import job as clients
-from tests.unit.elastic.notes import Job, plan, trained
+from tests.unit.elastic.notes import WAIT_S, Job, plan, runs, trained
 from tests.unit.elastic.test_controller import setting_of
 
 
@@ -279,6 +281,24 @@ def test_two_controllers_are_refused(place: tuple[int, list[str]], tmp_path: Pat
     first.close()
     assert main([*words, "--controller", "no such host:1", "--folder", str(tmp_path / "other")]) != 0
     assert "'no such host' cannot be listened on" in one_error(capfd) and not (tmp_path / "other").exists()
+
+
+def _leave_before_it_begins(words: list[str], started: Any) -> None:
+    run = subprocess.Popen
+    commands.subprocess.Popen = lambda _: started.put((helper := run(["sleep", "60"])).pid) or helper  # type: ignore
+    commands._serve_node = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore
+    sys.exit(main([*words, "--start-controller", "--", "--mock-data"]))
+
+
+def test_sigterm_before_the_node_begins_ends_its_controller(place: tuple[int, list[str]], tmp_path: Path) -> None:
+    """It waited for nodes until --start-s, and the port and the folder were taken."""
+    context = multiprocessing.get_context("fork")
+    words, started = [*place[1], "--plans", str(tmp_path / "plan.json")], context.Queue()
+    node = context.Process(target=_leave_before_it_begins, args=(words, started))
+    node.start()
+    helper = started.get(timeout=WAIT_S)
+    node.join(WAIT_S)
+    assert node.exitcode == 128 + signal.SIGTERM and not runs(helper)
 
 
 @pytest.mark.parametrize(
