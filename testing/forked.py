@@ -16,7 +16,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
-from testing.runner import die_with_parent
+from megatron_het.device import kill_with
 
 _FIRST_POLL_S, _POLL_S = 0.002, 0.05
 _KILLED_S = 30.0
@@ -94,7 +94,7 @@ def _begin(
     """Run the function in the new process."""
     if own_session:
         os.setsid()
-        die_with_parent()
+        kill_with(os.getppid())
     # As multiprocessing does after its own forks: the parent's helpers are not this process's children.
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]

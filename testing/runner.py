@@ -9,7 +9,6 @@ over NCCL; several ranks may share a GPU.
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -23,9 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 Device = Literal["cpu", "cuda"]
-_PR_SET_PDEATHSIG = 1
-# Loaded at import, because few calls are safe between fork and exec.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY = "megatron_het.pretrain_gpt:main"
 _START_S = 600.0  # bound on the server's imports
@@ -278,12 +274,6 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def die_with_parent() -> None:
-    """Make Linux kill this process when its parent ends, also if the parent is killed."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def words(text: str, *more: Sequence[str] | str) -> tuple[str, ...]:

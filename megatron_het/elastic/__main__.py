@@ -160,7 +160,7 @@ def _run(words: Sequence[str]) -> int:
         _say(f"{', '.join(idle)}: without effect here, give them to the node with --start-controller")
     helper = None
     if options.start_controller:
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the agent handles it
         command = [sys.executable, "-m", "megatron_het.elastic", *own, "--controller-only"]
         helper = subprocess.Popen([word for word in command if not word.startswith("--start-c")])

@@ -66,16 +66,12 @@ class StateFile:
     def _keep_space(self) -> None:
         if self._reserve.exists():
             return
-        descriptor = -1
         try:
-            descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(descriptor, 0, _RESERVE_BYTES)
+            with os.fdopen(os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
         except OSError:
             with contextlib.suppress(OSError):
                 self._reserve.unlink()
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
 
 
 class FolderLock:
@@ -133,9 +129,8 @@ class FolderLock:
     def _lease(self) -> dict[str, Any]:
         """Returns the lease in the file; empty if there is none."""
         try:
-            found = parse_json(
-                os.pread(self._descriptor, _LOCK_BYTES, 0).decode("utf-8", "replace") or "{}", self._path
-            )
+            text = os.pread(self._descriptor, _LOCK_BYTES, 0).decode("utf-8", "replace")
+            found = parse_json(text or "{}", self._path)
         except (OSError, FileError):
             return {}
         return found if isinstance(found, dict) else {}

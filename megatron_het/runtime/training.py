@@ -391,8 +391,7 @@ class PretrainHook:
             self._checksums.finish()
             self._checksums.poll()
             self._checksums.finish()
-        report = self._session.report
-        if report is not None:
+        if (report := self._session.report) is not None:
             self._session.finish_report()
             print(report.closing(), flush=True)  # noqa: T201 - one line per rank, as Megatron does
         # All ranks leave together, and with no group left: a process that ends while its peers still

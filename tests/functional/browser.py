@@ -6,12 +6,13 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from testing.runner import end_session
 
 LIMIT_S = 240.0  # no answer of the browser is waited for any longer
 
@@ -167,8 +168,6 @@ def browser(folder: Path) -> Iterator[Tab]:
         tab.call("Page.setLifecycleEventsEnabled", enabled=True)
         yield tab
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        end_session(process)
         os.close(ours_write)
         os.close(ours_read)

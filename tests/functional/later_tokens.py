@@ -1,5 +1,6 @@
 """What the later tokens of packed documents are to stock Megatron, and mistakes about them, inside a rank process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -34,34 +35,32 @@ def within_documents(**options: Any) -> None:
     observe(**options)
 
 
-def of_the_part(**options: Any) -> None:
-    """The last token of a part has nothing after it, as if the sequence ended there."""
+def _with_parts(change: Callable[[Any], Any], options: dict[str, Any]) -> None:
     from megatron_het.features.mtp.runtime import LaterTokens
 
     original = LaterTokens.part
+    LaterTokens.part = lambda self, take: change(original(self, take))  # type: ignore[method-assign]
+    observe(**options)
 
-    def part(self: LaterTokens, take: Any) -> LaterTokens:
-        found = original(self, take)
+
+def of_the_part(**options: Any) -> None:
+    """The last token of a part has nothing after it, as if the sequence ended there."""
+
+    def change(found: Any) -> Any:
         tokens, labels = found.tokens.clone(), found.labels.clone()
         tokens[..., -1] = labels[..., -1] = 0
         return replace(found, tokens=tokens, labels=labels)
 
-    LaterTokens.part = part
-    observe(**options)
+    _with_parts(change, options)
 
 
 def by_part(**options: Any) -> None:
     """A part's losses are divided by the tokens that count in it, as Megatron does."""
-    from megatron_het.features.mtp.runtime import LaterTokens
 
-    original = LaterTokens.part
-
-    def part(self: LaterTokens, take: Any) -> LaterTokens:
-        found = original(self, take)
+    def change(found: Any) -> Any:
         return replace(found, counts=torch.cat((found.counts[:1], found.masks.sum(dim=(1, 2)))))
 
-    LaterTokens.part = part
-    observe(**options)
+    _with_parts(change, options)
 
 
 def beyond_documents(**options: Any) -> None:

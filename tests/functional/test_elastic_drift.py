@@ -35,7 +35,6 @@ def test_a_slow_device_gets_less_work(lab: Lab, tmp_path: Path) -> None:
         device="core",
     )
     finished = job.end()
-    assert job.error is None, job.error
     assert set(finished.returncodes) == {0}, finished.log(0)
     history = job.controller.history
     assert len(history) == 2 and "shorter for what was measured" in history[1]["why"], (job.lines, lines)

@@ -1,9 +1,7 @@
 """Launch files for Kubernetes and SkyPilot, run by a stand-in: a plan of three kinds trains."""
 
 import contextlib
-import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ import yaml
 from examples.llama.job import CPU_ARGUMENTS, model_of
 from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
 from megatron_het.store import free_port
+from testing.runner import end_session
 from tests.unit.planner.emit_plans import in_pods, nodes_of
 from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
@@ -63,9 +62,7 @@ def started(file: Path, logs: Path) -> Iterator[dict[str, Any]]:
         yield processes
     finally:
         for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_session(process)
 
 
 @pytest.mark.parametrize(("target", "elastic"), [("jobset", False), ("skypilot", False), ("jobset", True)])

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -192,23 +190,6 @@ def test_a_save_cut_short_leaves_the_previous_checkpoint(lab: Lab, tmp_path: Pat
     assert (checkpoints / f"iter_{2 * SAVED_AT:07}").exists(), "the second save did not begin"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == str(SAVED_AT)
     assert_goes_on(lab, tmp_path / "again", checkpoints)
-
-
-def interrupt(*, rank: int) -> None:
-    """Interrupt every rank in an iteration, like torchrun on Ctrl-C (a ``Job.setup``)."""
-    from megatron.training import training
-
-    around(training, "train_step", before=lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
-
-
-def test_ctrl_c_ends_every_rank_with_one_line(lab: Lab, tmp_path: Path):
-    """Each rank wrote a trace of a hundred lines."""
-    setup = ("tests.functional.test_failures:interrupt", {})
-    finished = lab.runner.run(lab.training(PLAN, tmp_path, steps=2, every=None, setup=setup), check=False)
-    for rank, code in enumerate(finished.returncodes):
-        log = finished.log(rank)
-        assert code == 130 and "Traceback" not in log, log[-2000:]
-        assert f"megatron_het: rank {rank} was interrupted\n" in log
 
 
 def lose_losses(*, rank: int, which: int | None) -> None:

@@ -1,6 +1,7 @@
 """Mixture of experts as a feature of a rank: balancing losses and their log, over all slices and ranks."""
 
 import contextlib
+import functools
 import importlib
 import math
 from collections.abc import Iterator, Sequence
@@ -163,38 +164,27 @@ class BalancedRouter(TopKRouter):
         scores, routing_map = super().sinkhorn_load_balancing(torch.cat(parts))
         return scores.chunk(len(parts))[group.rank()], routing_map.chunk(len(parts))[group.rank()]
 
-    def _apply_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
-    ) -> Tensor:
-        return self._with_loss(_MEAN_OF_MICROBATCH, probs, scores, routing_map, with_padding_mask)
-
     def _apply_seq_aux_loss(
-        self,
-        probs: Tensor,
-        scores: Tensor,
-        routing_map: Tensor,
-        seq_length: int,
-        bsz: int,
-        with_padding_mask: bool = False,
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, seq_length: int, bsz: int, **padding: bool
     ) -> Tensor:
         scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
-        return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, with_padding_mask)
+        return self._with_loss(_MEAN_OF_SEQUENCE, probs, scores, routing_map, **padding)
 
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    def _with_loss(
+        self, kind: str, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        return self._with_loss(_MEAN_OF_BATCH, probs, scores, routing_map, with_padding_mask)
-
-    def _with_loss(self, kind: str, probs: Tensor, scores: Tensor, routing_map: Tensor, is_padded: bool) -> Tensor:
         """The routing probabilities with a loss attached; ``scores`` is ``[t, e]``, or ``[s, b * e]`` per sequence."""
         if not self.get_aux_loss_coeff(kind):
             return probs
-        if is_padded:
+        if with_padding_mask:
             raise RuntimeError(f"{kind}: tokens that are padding cannot be left out of whole microbatches")
         sums = self._count(kind, scores, routing_map)
         # Gradients are divided by the tokens of the batch at the end of an iteration; Megatron compensates like this.
         tokens = self.passes.whole(probs.shape[0]) if self.calculate_per_token_loss else 1
         return _WithLoss.apply(probs, scores, sums, self._factor(kind, scores) * tokens)
+
+    _apply_aux_loss = functools.partialmethod(_with_loss, _MEAN_OF_MICROBATCH)
+    _apply_global_aux_loss = functools.partialmethod(_with_loss, _MEAN_OF_BATCH)
 
     def _factor(self, kind: str, scores: Tensor) -> float:
         """Returns the factor of the product of the two sums: ``E c / (k T^2)``."""

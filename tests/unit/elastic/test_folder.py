@@ -4,13 +4,13 @@ import ast
 import errno
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from megatron_het.elastic.worth import standing
 from megatron_het.plan import save_plan
 from megatron_het.safe_io import FileError
 from megatron_het.store import job as clients
-from tests.unit.elastic.notes import WAIT_S, Job, plan, runs, trained
+from tests.unit.elastic.notes import Job, plan, trained
 from tests.unit.elastic.test_controller import setting_of
 
 
@@ -283,22 +283,19 @@ def test_two_controllers_are_refused(place: tuple[int, list[str]], tmp_path: Pat
     assert "'no such host' cannot be listened on" in one_error(capfd) and not (tmp_path / "other").exists()
 
 
-def _leave_before_it_begins(words: list[str], started: Any) -> None:
-    run = subprocess.Popen
-    commands.subprocess.Popen = lambda _: started.put((helper := run(["sleep", "60"])).pid) or helper  # type: ignore
-    commands._serve_node = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore
-    sys.exit(main([*words, "--start-controller", "--", "--mock-data"]))
-
-
-def test_sigterm_before_the_node_begins_ends_its_controller(place: tuple[int, list[str]], tmp_path: Path) -> None:
+def test_sigterm_before_the_node_begins_ends_its_controller(
+    place: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It waited for nodes until --start-s, and the port and the folder were taken."""
-    context = multiprocessing.get_context("fork")
-    words, started = [*place[1], "--plans", str(tmp_path / "plan.json")], context.Queue()
-    node = context.Process(target=_leave_before_it_begins, args=(words, started))
-    node.start()
-    helper = started.get(timeout=WAIT_S)
-    node.join(WAIT_S)
-    assert node.exitcode == 128 + signal.SIGTERM and not runs(helper)
+    ended = list[str]()
+    helper = SimpleNamespace(terminate=lambda: ended.append("controller"), wait=lambda timeout: 0)
+    monkeypatch.setattr(commands.subprocess, "Popen", lambda _: helper)
+    handlers = dict[int, Any]()
+    monkeypatch.setattr(commands.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(commands, "_serve_node", lambda *_: handlers[signal.SIGTERM]())
+    with pytest.raises(SystemExit):
+        main([*place[1], "--plans", str(tmp_path / "plan.json"), "--start-controller", "--", "--mock-data"])
+    assert ended == ["controller"]
 
 
 @pytest.mark.parametrize(

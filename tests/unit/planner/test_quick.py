@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -473,30 +473,25 @@ def ring(*_: Any) -> None:
     signal.raise_signal(signal.SIGPROF)
 
 
+def assert_has_plans_when_stopped(gpus: Any, then: Callable[[], object] = bool) -> None:
+    progress = Progress(limit_s=500.0)
+    with cpu_limit(progress):
+        outcome = methods.search("auto", gpus, Goal(), progress)
+        then()
+    assert outcome.best is not None and outcome.interrupted
+
+
 def test_what_was_found_stands_whenever_the_time_is_over(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the end of the search and its return, and after that."""
     monkeypatch.setattr(methods, "choose", ring)
-    progress = Progress(limit_s=500.0)
-    with cpu_limit(progress):
-        outcome = methods.search("auto", two_gpus, Goal(), progress)
-        ring()
-    assert outcome.best is not None and outcome.interrupted
+    assert_has_plans_when_stopped(two_gpus, ring)
 
 
 def test_a_search_that_is_stopped_while_it_finishes_has_plans(two_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told once, and has had a quarter of its time more."""
     confirm = finish.confirm
-
-    def stopped(*given: Any) -> Any:
-        ring()
-        ring()
-        return confirm(*given)
-
-    monkeypatch.setattr(finish, "confirm", stopped)
-    progress = Progress(limit_s=500.0)
-    with cpu_limit(progress):
-        outcome = methods.search("auto", two_gpus, Goal(), progress)
-    assert outcome.best is not None and outcome.interrupted
+    monkeypatch.setattr(finish, "confirm", lambda *given: (ring(), ring(), confirm(*given))[-1])
+    assert_has_plans_when_stopped(two_gpus)
 
 
 def test_large_clusters_leave_time_to_write_the_plan(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,17 +15,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_het.device import activate
+from megatron_het.runtime import training
 from megatron_het.runtime.training import leaving_together, sum_indexer_losses
 
 _EVENTS = 8
-
-
-@pytest.fixture
-def alone(tmp_path: Path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -66,6 +60,19 @@ def test_after_a_failure_nobody_is_waited_for(alone: None, error: BaseException)
     with pytest.raises(type(error)), leaving_together(over_gloo=True):
         raise error
     assert dist.is_initialized()
+
+
+def test_ctrl_c_ends_a_rank_with_one_line(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """It wrote a trace of a hundred lines."""
+    for name in ("guard_forks", "RollCall", "_initialize_distributed"):
+        monkeypatch.setattr(training, name, Mock(return_value=Mock(rank=3)))
+    hook = training.PretrainHook(None, Mock(outlives_sessions=False))
+    hook._run = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(SystemExit, match="130"):
+        hook.wrap(len)(None, None)
+    assert capsys.readouterr().err == "megatron_het: rank 3 was interrupted\n"
 
 
 def test_groups_of_nccl_are_left_to_megatron(alone: None):

@@ -31,23 +31,11 @@ MINI = Shape.uniform(3, 4, chunks=3)
 TWO = generate("1f1b", Shape.uniform(2, 2))
 
 
-def swap_slices_forward() -> Program:
+def swap_slices(kind: Kind, *slices: int) -> Program:
     """Two slices of one sequence swapped on every device, transfers added after: consistent but for the KV."""
     program = generate("slimpipe", SLIM)
     for device in range(4):
-        i = next(n for n, op in enumerate(program.ops[device]) if op == Op(Kind.FORWARD, 0, 2, 0))
-        program = swapped(program, device, i, i + 1)
-    return program
-
-
-def swap_slices_backward() -> Program:
-    program = generate("slimpipe", SLIM)
-    for device in range(4):
-        i, j = (
-            next(n for n, op in enumerate(program.ops[device]) if op == Op(Kind.BACKWARD, 0, piece, 0))
-            for piece in (5, 4)
-        )
-        program = swapped(program, device, i, j)
+        program = swapped(program, device, *(program.ops[device].index(Op(kind, 0, piece, 0)) for piece in slices))
     return program
 
 
@@ -96,9 +84,13 @@ def no_keys() -> Program:
 
 
 CASES: dict[str, tuple[Callable[[], Program], str, str]] = {
-    "two slices swapped (forward)": (swap_slices_forward, "dependency", "the keys and values of microbatch 0, slice 2"),
+    "two slices swapped (forward)": (
+        lambda: swap_slices(Kind.FORWARD, 2, 3),
+        "dependency",
+        "the keys and values of microbatch 0, slice 2",
+    ),
     "two slices swapped (backward)": (
-        swap_slices_backward,
+        lambda: swap_slices(Kind.BACKWARD, 5, 4),
         "dependency",
         "the gradients of keys and values from microbatch 0, slice 5",
     ),

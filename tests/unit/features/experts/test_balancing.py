@@ -1,7 +1,6 @@
 """Balancing losses of a microbatch that runs in slices equal Megatron's own of the whole one."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -62,16 +61,9 @@ def recorded(name: str) -> float:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """Megatron's router sums over a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(autouse=True)
-def empty_log() -> None:
+def empty_log(alone: None) -> None:
+    """Megatron's router sums over a group."""
     get_moe_metrics_tracker().metrics.clear()
 
 

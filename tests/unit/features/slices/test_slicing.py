@@ -1,12 +1,9 @@
 """Cutting batches, and counting the key-value chunks that a program holds."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_het.attention.kernel_choice import choose_kernel
 from megatron_het.attention.kernels import Setting
@@ -181,13 +178,6 @@ def test_a_kernel_that_cannot_run_is_refused_before_training(monkeypatch: pytest
 # Where documents begin: seen in positions, told to all ranks, and kept from the training script if it did not ask.
 
 POSITIONS = torch.tensor([[3, 4, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]])
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_document_begins_where_a_position_is_0() -> None:

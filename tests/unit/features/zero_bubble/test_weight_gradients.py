@@ -44,11 +44,10 @@ def split(
         return SplitForward(own, gradients)(source, weight, bias, **OWN), gradients
 
 
-def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def expected(has_bias: bool = True) -> tuple[torch.Tensor, Any, Any, Any]:
     source, weight, bias = tensors()
-    output = torch.nn.functional.linear(source, weight, bias)
+    output = torch.nn.functional.linear(source, weight, bias if has_bias else None)
     output.square().sum().backward()
-    assert source.grad is not None and weight.grad is not None and bias.grad is not None
     return output.detach(), source.grad, weight.grad, bias.grad
 
 
@@ -203,7 +202,7 @@ class _MegatronLinear(_EngineLinear):
 @pytest.mark.parametrize(("has_main_grad", "fused"), [(False, False), (True, False), (True, True)])
 def test_layers_of_transformer_engine(has_main_grad: bool, fused: bool, grouped: bool, asks_first: bool) -> None:
     """Two passes wait at a time, and the later one is completed first."""
-    _, source_grad, weight_grad, _ = expected_without_bias()
+    _, source_grad, weight_grad, _ = expected(has_bias=False)
     weight = tensors()[1]
     layer, gradients = _MegatronLinear(weight, fused, grouped, asks_first), WeightGradients()
     own_store = layer.wgrad_store
@@ -244,14 +243,6 @@ def test_what_comes_with_the_first_half_is_added_and_no_hook_of_ddp_sees_it() ->
         (layer(tensors()[0]).square().sum() + layer.bias.sum()).backward()
     assert list(ddp.param_to_bucket_group) == parameters and layer.bias.grad is None
     assert torch.equal(parameters[1].main_grad, torch.ones_like(layer.bias)) and not parameters[0].main_grad.any()
-
-
-def expected_without_bias() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-    source, weight, _ = tensors()
-    output = torch.nn.functional.linear(source, weight)
-    output.square().sum().backward()
-    assert source.grad is not None and weight.grad is not None
-    return output.detach(), source.grad, weight.grad, None
 
 
 @pytest.mark.parametrize(
