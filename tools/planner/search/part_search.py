@@ -464,7 +464,8 @@ def _variants(memo: CandidateCache, effort: Effort, limits: Limits) -> None:
     for schedule, is_split in product(memo.goal.allowed, (False, True)):
         if schedule is not PLAIN:
             for candidate, _ in memo.top(1, schedule.name, is_split):
-                _climb(memo, effort, candidate, limits, share=2)
+                if memo.try_candidate(candidate) < SEED_MARGIN * memo.to_beat_under(schedule.name):
+                    _climb(memo, effort, candidate, limits, share=2)
 
 
 def _on_one_stage(memo: CandidateCache, limits: Limits) -> Iterator[Candidate]:
