@@ -419,6 +419,7 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:
         # Padding of the vocabulary depends on TP; one multiple for all ranks gives all the same size.
+        args.het_given_multiple = args.make_vocab_size_divisible_by
         args.make_vocab_size_divisible_by *= math.lcm(*sizes) // tp
     is_unequal = _has_unequal_classes(placement)
     reads_by = getattr(args, "ckpt_fully_parallel_load_process_group", "dp")

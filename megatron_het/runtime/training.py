@@ -8,21 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_het.checkpoint.choice import ChecksumWriter, save_folders, tracked
+from megatron_het.checkpoint.loading import NOTHING_TO_LOAD, LoadHook
 from megatron_het.checkpoint.state_dict import StateDictHook, abandon_saves
 from megatron_het.device import guard_forks
 from megatron_het.megatron_patches import torch_checkpoints
 from megatron_het.plan import Plan
 from megatron_het.runtime.data import routed_provider
 from megatron_het.runtime.session import HetSession
-
-if TYPE_CHECKING:
-    from megatron_het.checkpoint.choice import ChecksumWriter
 
 # How ranks end: finding the ranks that have stopped when a transfer or a collective fails, and leaving after success.
 #
@@ -211,8 +210,6 @@ def _unexpected_result(args: Any, error: BaseException) -> str:
     """
     from megatron.core import rerun_state_machine as rerun
 
-    from megatron_het.checkpoint.choice import tracked
-
     saved = f"The newest checkpoint in {args.save} is of before" if args.save else "Nothing is saved without --save"
     if args.save and tracked(Path(args.save)) is None:
         saved = f"{args.save} has no checkpoint yet"
@@ -283,6 +280,8 @@ class PretrainHook:
     def _run(self, original: Step, args: Any, config: Any, provider: Step, *positional: Any, **keywords: Any) -> Any:
         """``pretrain`` once ``torch.distributed`` is up."""
         session = self._session
+        # The tokenizer has padded the vocabulary.  With --vocab-file Megatron compares this flag with a checkpoint's.
+        args.make_vocab_size_divisible_by = vars(args).pop("het_given_multiple", args.make_vocab_size_divisible_by)
         session.open(args)
         complete_model_config(config.model, args)
         if args.dsa_indexer_loss_coeff:
@@ -291,8 +290,6 @@ class PretrainHook:
         provider = self._route_data(args, self._boundary.remember(provider))
         keywords["skip_model_parallel_init"] = True
         if self._boundary.restores and args.load is None and args.pretrained_checkpoint is None:
-            from megatron_het.checkpoint.loading import NOTHING_TO_LOAD
-
             args.load = NOTHING_TO_LOAD
         assert session.report is not None
         if args.rank == 0:
@@ -365,8 +362,6 @@ class PretrainHook:
 
         @functools.wraps(original)
         def load_checkpoint(*positional: Any, **keywords: Any) -> tuple[int, float]:
-            from megatron_het.checkpoint.loading import LoadHook
-
             restore = functools.partial(self._boundary.load, self._session, _get_args())
             hook = LoadHook(self._session.plan, restore, self._session.before_loading)
             return hook.wrap(original)(*positional, **keywords)
@@ -377,8 +372,6 @@ class PretrainHook:
         """Called before a checkpoint of an iteration is written."""
         if iteration is None:
             return
-        from megatron_het.checkpoint.choice import ChecksumWriter, save_folders
-
         self._boundary.saves()
         torch_checkpoints.guard_writes()
         torch_checkpoints.forget_failed_writes()
