@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_het.safe_io import add_options, amount, count, ends_with_its_reader, split_words, write_json
+from megatron_het.safe_io import LineParser, add_options, amount, count, ends_with_its_reader, split_words, write_json
 
 _POLL_S = 0.05
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_het.dry_run", description=__doc__)
+    parser = LineParser(prog="python -m megatron_het.dry_run", description=__doc__)
     # fmt: off
     add_options(parser, {
         "--rank": (

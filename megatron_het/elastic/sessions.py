@@ -342,9 +342,9 @@ def _written(generation: Generation, folder: Path) -> Path:
 
 
 def _error_text(error: BaseException) -> str:
-    """The text of an error, whose references to objects are released."""
+    """The text of an error in one line; the references of the error to objects are released."""
     causes = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    text = "".join(traceback.format_exception_only(causes[0] if causes else error)).strip()
+    text = " ".join("".join(traceback.format_exception_only(causes[0] if causes else error)).split())
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
     return torch_checkpoints.failed_write() or text

@@ -72,6 +72,9 @@ def test_what_cannot_be_told_is_refused(name: str, capsys: pytest.CaptureFixture
         _check_flags(SimpleNamespace(**{name: True}))
     assert stop.value.code == 2
     assert f"--{name.replace('_', '-')}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--rank", "0"])
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 # Why a dry run is refused is said whichever rank it is of.

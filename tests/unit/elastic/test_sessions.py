@@ -64,12 +64,12 @@ def enters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("enters")
 def test_trouble_of_one_node_is_no_failed_checkpoint(is_saving: bool, tmp_path: Path) -> None:
     def entry(_: Any) -> None:
-        raise OSError(errno.EIO, "input/output error")
+        raise OSError(errno.EIO, "input/output error\nof the disk")
 
     boundary: Any = Session(is_saving)
     if is_saving:
         outcome = sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
-        assert (outcome.how, outcome.unsaved) == ("failed", 5)
+        assert (outcome.how, outcome.unsaved) == ("failed", 5) and outcome.error.endswith("output error of the disk")
     else:
         with pytest.raises(OSError, match="input/output"):
             sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
