@@ -20,7 +20,7 @@ from megatron_het.checkpoint.choice import (
     common_state,
     repair_tracker,
 )
-from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, restore_random_state
+from megatron_het.checkpoint.state_dict import RANDOM_STATE_KEY, as_own_optimizers, parts_of, restore_random_state
 from megatron_het.distributed.groups import replaced
 from megatron_het.plan import Plan, topology_hash
 from megatron_het.plan.schema import EXPERTS, LATENT_ATTENTION, LATER, MLP, RECURRENT, WITH_ATTENTION, layers_of
@@ -311,7 +311,7 @@ def take_loss_scale(optimizer: Any, saved: Any, divisor: int) -> None:
     scales_sums = getattr(saved, "fp16", False) and getattr(saved, "calculate_per_token_loss", False)
     if hasattr(saved, "het_topology") or not scales_sums or saved.loss_scale:  # constant scales are not saved
         return
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if scaler := getattr(part, "grad_scaler", None):
             scaler.load_state_dict(scaler.state_dict() | {"scale": scaler.scale * divisor})
 
@@ -369,9 +369,8 @@ def _with_matched_groups(optimizer: Any, args: Any) -> contextlib.AbstractContex
         return contextlib.nullcontext()
 
     def load_state_dict(load: Callable[[Any], None], state_dict: Any) -> None:
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        current = [group for part in parts for group in part.optimizer.param_groups]  # the groups of the new optimizer
-        match_groups(current, list(_saved_groups(state_dict)), keep_saved=keeps)
+        new_groups = [group for part in parts_of(optimizer) for group in part.optimizer.param_groups]
+        match_groups(new_groups, list(_saved_groups(state_dict)), keep_saved=keeps)
         load(state_dict)
 
     return _calling(optimizer, "load_state_dict", load_state_dict)
@@ -379,7 +378,7 @@ def _with_matched_groups(optimizer: Any, args: Any) -> contextlib.AbstractContex
 
 def _with_own_form(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """Context that gives each of a rank's optimizers its part of a state saved as one optimizer's."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = parts_of(optimizer)
     is_experts = len(parts) == 2 and any(group.get("is_expert_parallel") for group in parts[1].param_groups)
     if optimizer is None or (len(parts) > 1 and not is_experts):
         return contextlib.nullcontext()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_het.distributed import PlanGroups
 from megatron_het.plan import topology_hash
+from megatron_het.plan.schema import CHUNK
 
 # Random-number states, one per world rank, saved beside the model.
 
@@ -91,9 +92,7 @@ class StateDictHook:
         self._copies = copies or (lambda parameters: {})
         placement = groups.placement
         where = placement.locate(groups.rank)
-        replica = placement.replica(where.stage, where.replica)
-        self._groups = groups
-        self._writes = replica.cut == placement.classes(where.stage)[0]
+        self._writes = placement.replica(where.stage, where.replica).cut == placement.classes(where.stage)[0]
         has_copy = placement.first != placement.last and where.stage == placement.last[0]
         self._has_tied_copy = tied_embeddings and has_copy
         self._topology = topology_hash(placement.plan)
@@ -110,13 +109,13 @@ class StateDictHook:
             metadata = options.get("metadata")
             if metadata is not None and not loading:
                 metadata["non_homogeneous_layers"] = True
-            for part in _parts(optimizer):
+            for part in parts_of(optimizer):
                 if part.optimizer is not None and part.config.optimizer == "sgd":  # Megatron saves no state for SGD
                     part.init_state_fn = _start_momentum
             if not loading and optimizer is not None and not args.no_save_optim:
                 start_moments(optimizer)
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
-            if not loading and any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(optimizer)):
+            if not loading and any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
                 _count_no_step(state.get("optimizer"))
             if "optimizer" in state:
                 state["optimizer"] = as_one_optimizer(state["optimizer"])
@@ -128,6 +127,8 @@ class StateDictHook:
         saved_args = copy.copy(args)
         saved_args.no_save_rng = True
         saved_args.het_topology = self._topology
+        # A run with --use-checkpoint-args takes the pattern from here, and chunks from its own plan.
+        saved_args.hybrid_layer_pattern = args.hybrid_layer_pattern and args.hybrid_layer_pattern.replace(CHUNK, "")
         kept: dict[str, Any] = {
             key: self._strip(value) if key.startswith(("model", "optimizer")) else value for key, value in state.items()
         }
@@ -165,8 +166,7 @@ class StateDictHook:
         assert all(tensor in copies for tensor in without), "a checkpoint has entries whose memory is freed"
 
         def replaced(value: Any) -> Any:
-            tensor = tensor_of(value)
-            if tensor is None or tensor not in copies:
+            if (tensor := tensor_of(value)) is None or tensor not in copies:
                 return value
             entry = copy.copy(value)
             entry.data = copies[tensor]
@@ -260,7 +260,7 @@ def start_moments(optimizer: Any) -> None:
     In fp16 iterations are skipped until the loss scale fits.  Megatron cannot load into an optimizer without state,
     or not even save it.
     """
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner, init_state = part.optimizer, getattr(part, "init_state_fn", None)
         if inner is None or init_state is None or any(inner.state.values()):
             continue
@@ -277,7 +277,8 @@ def _start_momentum(optimizer: Any, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _parts(optimizer: Any) -> Sequence[Any]:
+def parts_of(optimizer: Any) -> Sequence[Any]:
+    """The optimizers that one of Megatron's consists of; none for None."""
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
