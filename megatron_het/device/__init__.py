@@ -235,11 +235,11 @@ def guard_forks() -> None:
         if threading.current_thread() is main and os.getppid() == rank:
             kill_with(rank)
         with open(os.devnull, "rb") as nothing:
-            for name in os.listdir("/dev/fd"):
-                with contextlib.suppress(OSError), socket.socket(fileno=int(name)) as found:
+            for number in map(int, os.listdir("/dev/fd")):
+                with contextlib.suppress(OSError), socket.socket(fileno=number) as found:
                     # The number stays in use, because objects of the parent close it later.
-                    if found.detach() >= 0 and found.family in (socket.AF_INET, socket.AF_INET6):
-                        os.dup2(nothing.fileno(), int(name), inheritable=False)
+                    if found.detach() > 2 and found.family in (socket.AF_INET, socket.AF_INET6):
+                        os.dup2(nothing.fileno(), number, inheritable=False)
 
     os.register_at_fork(after_in_child=in_child)
 
