@@ -33,8 +33,7 @@ def test_replicas_together_read_every_microbatch_once_and_in_order() -> None:
     routes = ([0, 1, 3], [2])
     per_replica = [list(RoutedBatchSampler(batches(8), ids, [1] * 4)) for ids in routes]
     assert per_replica[1] == [[4, 5], [12, 13]]
-    merged = sorted(b for part in per_replica for b in part)
-    assert merged == batches(8)
+    assert sorted(b for part in per_replica for b in part) == batches(8)
 
 
 def test_routed_loader_keeps_the_loaders_settings() -> None:

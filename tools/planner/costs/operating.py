@@ -185,7 +185,6 @@ def _with_later_tokens(model: Model, layer: LayerCost, first: LayerCost, last: L
 
 Ways = tuple[float, float, float]  # over a boundary: seconds, and what it takes of the sender's network, there and back
 Ends = tuple[tuple[Group, ...], tuple[Group, ...]]  # all groups of two neighbouring stages
-Beside = tuple[dict[int, int], dict[int, int]]  # the replicas of these, by pool
 
 
 class OperatingPoints:
@@ -403,34 +402,31 @@ class OperatingPoints:
         pool, gpus = groups[0].pool, cp * sum([g.tp * g.count for g in groups])
         local = {g.pool for g in groups} == {pool} and gpus <= self.cluster.nodes[pool].gpus_per_node
         ends = stages[-1], stages[0]
-        beside = by_pool(stages[-1]), by_pool(stages[0])
-        return max([self.hand_over(g, h, size, cp, local, beside)[0] for g, h in product(*ends)])
+        return max([self.hand_over(g, h, size, cp, local, ends)[0] for g, h in product(*ends)])
 
     def _way(self, ends: Ends, kind: int | None, used: dict[int, int], batch: int, cp: int) -> Ways:
         """The slowest transfer from a stage to the next one, and back; ``used``: GPUs of earlier stages, by pool."""
         (a, b), local = ends, None
-        at = 0 if kind is None and len(a) == len(b) == 1 else kind
-        pairs = [*product(a, b)] if at is None else [(a[at], b[at])]
-        (first, second), *_ = pairs
-        if at is not None and first.pool == second.pool and not (first.parts or second.parts):
-            pool = first.pool  # both in one node? Nodes are filled in order
+        own = 0 if kind is None and len(a) == len(b) == 1 else kind
+        pairs = [*product(a, b)] if own is None else [(a[own], b[own])]
+        if own is not None and len({(g.pool, g.parts) for g in pairs[0]} | {(a[own].pool, ())}) == 1:
+            pool = a[own].pool  # both in one node? Nodes are filled in order
             before, end, per_node = used.get(pool, 0), used.get(pool, 0), self.cluster.nodes[pool].gpus_per_node
-            before += cp * sum([g.tp * g.count for g in a[:at] if g.pool == pool])
-            end += cp * sum([g.tp * g.count for g in (*a, *b[: at + 1]) if g.pool == pool])
+            before += cp * sum([g.tp * g.count for g in a[:own] if g.pool == pool])
+            end += cp * sum([g.tp * g.count for g in (*a, *b[: own + 1]) if g.pool == pool])
             local = before // per_node == (end - 1) // per_node
         known, key = self.known_ways[batch, cp], (a, b, kind) if local is None else (a, b, kind, local)
         if key not in known:
             size = self.boundary_bytes_per_sequence * batch / cp
             # stages of the same replicas divide the microbatches alike: nothing goes from one kind to another
-            if at is None and [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]:
+            if own is None and [(g.pool, g.count) for g in a] == [(h.pool, h.count) for h in b]:
                 pairs = [*zip(a, b)]
-            own, others = by_pool(a), by_pool(b)
-            there = max([self.hand_over(g, h, size, cp, bool(local), (own, others)) for g, h in pairs])
-            back = max([self.hand_over(h, g, size, cp, bool(local), (others, own)) for g, h in pairs])
+            there = max([self.hand_over(g, h, size, cp, bool(local), ends) for g, h in pairs])
+            back = max([self.hand_over(h, g, size, cp, bool(local), ends[::-1]) for g, h in pairs])
             known[key] = *there, back[1]
         return known[key]
 
-    def hand_over(self, a: Group, b: Group, size: float, cp: int, local: bool, beside: Beside) -> tuple[float, float]:
+    def hand_over(self, a: Group, b: Group, size: float, cp: int, local: bool, stages: Ends) -> tuple[float, float]:
         """Seconds of one boundary tensor from a replica to one of the next stage, and in the sender's network.
 
         They are those of its slowest part.
@@ -439,28 +435,21 @@ class OperatingPoints:
 
         Args:
             size: Bytes of an equal part of ``cp``.
-            beside: :func:`by_pool` of both stages; replicas of a pool share its nodes' networks, whatever their TP.
+            stages: All groups of both stages: replicas of a pool share the networks of its nodes, whatever their TP.
         """
-        own, others = beside
-        sent, met = cp * min(own[a.pool], sum(others.values())), cp * min(others[b.pool], sum(own.values()))
+        own, others = stages
+        sent = cp * min(sum([g.count for g in own if g.pool == a.pool]), sum([g.count for g in others]))
+        met = cp * min(sum([g.count for g in others if g.pool == b.pool]), sum([g.count for g in own]))
         if not (a.parts or b.parts):
-            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, sent, met)
+            return self.network.transfer_s(a.pool, a.tp, b.pool, b.tp, size, local, sent=sent, met=met)
         return max(
             self.network.transfer_s(
-                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, sent, met
+                pool, a.tp, other, b.tp, size * cp * max(end - first, last - start), local, sent=sent, met=met
             )
             for first, end, pool in _places(a, cp)
             for start, last, other in _places(b, cp)
             if min(end, last) - max(first, start) > 1e-9
         )
-
-
-def by_pool(groups: tuple[Group, ...]) -> dict[int, int]:
-    """Number of replicas of each pool."""
-    found: dict[int, int] = {}
-    for g in groups:
-        found[g.pool] = found.get(g.pool, 0) + g.count
-    return found
 
 
 def _places(group: Group, cp: int) -> list[tuple[float, float, int]]:

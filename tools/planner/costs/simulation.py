@@ -24,7 +24,7 @@ from ..inputs.packing import Seat
 from .build import build_plan, in_order_of, part_of, replica_group, seats
 from .candidate import Candidate, Group, rank_parameters
 from .estimate import Estimate, Estimator
-from .operating import by_pool, unit_of_device
+from .operating import unit_of_device
 from .plain import End, Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .schedules import PLAIN, schedule_of
 from .schedules.ministage import moves_s
@@ -173,8 +173,7 @@ class _Placed:
         @cache
         def price(a: End, b: End, local: bool) -> Link:
             (one, stage), (other, later) = a, b
-            beside = by_pool(stage), by_pool(later)
-            seconds, card_s = estimator.hand_over(one, other, size, candidate.cp, local, beside)
+            seconds, card_s = estimator.hand_over(one, other, size, candidate.cp, local, (stage, later))
             fixed = min(seconds, estimator.runtime.transfer_latency_s)
             # With two stages a replica sends over one boundary only.
             card = (("card", size / card_s),) if card_s and len(whole.stages) > 2 else ()
