@@ -130,8 +130,7 @@ def test_heterogeneous_job_then_plain_job_resumes(cluster: Slurm, data_arguments
     second = write_run(out, data_arguments, iterations=5)
     job = cluster.run(second.files["train-plain.sbatch"], {}, TIMEOUT_S)
     assert job.state == "COMPLETED", job.output[-5000:]
-    iterations = [i["iteration"] for i in reports(out / "report-5")[3]["iterations"]]
-    assert iterations == [4, 5]
+    assert [i["iteration"] for i in reports(out / "report-5")[3]["iterations"]] == [4, 5]
     losses = [loss for _, loss in reports(out / "report-5")[3]["losses"]]
     assert losses[-1] < reports(out / "report-3")[3]["losses"][0][1]
 

@@ -172,9 +172,10 @@ def _region_links(cluster: Cluster) -> tuple[ZoneLink, ...]:
     region = {n.zone: n.where for n in cluster.nodes} | {n.where: n.where for n in cluster.nodes}
     worst: dict[tuple[str, ...], ZoneLink] = {}
     for link in cluster.links:
-        one, other = sorted(region[z] for z in link.between)
-        if one == other:
+        ends = sorted({region[z] for z in link.between if z in region})  # a part of a cluster lacks some zones
+        if len(ends) < 2:
             continue
+        one, other = ends
         old = worst.get((one, other), link)
         worst[one, other] = ZoneLink(
             between=(one, other),
