@@ -273,7 +273,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
     """Kill the leader of a session and the processes in its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait(30.0)  # a process that waits for a disk or a device does not end at once
 
 
 def words(text: str, *more: Sequence[str] | str) -> tuple[str, ...]:

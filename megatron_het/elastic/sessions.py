@@ -344,10 +344,10 @@ def _written(generation: Generation, folder: Path) -> Path:
 def _error_text(error: BaseException) -> str:
     """The text of an error in one line; the references of the error to objects are released."""
     causes = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    text = " ".join("".join(traceback.format_exception_only(causes[0] if causes else error)).split())
+    text = "".join(traceback.format_exception_only(causes[0] if causes else error))
     for one in (error, *causes):
         traceback.clear_frames(one.__traceback__)
-    return torch_checkpoints.failed_write() or text
+    return " ".join((torch_checkpoints.failed_write() or text).split())
 
 
 def with_own_folders(flags: Sequence[str], name: str) -> list[str]:
