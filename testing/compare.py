@@ -96,6 +96,12 @@ def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | Non
     return relative([first], [wanted], "gradient norm"), rest
 
 
+def reported_losses(folder: Path) -> dict[int, float]:
+    """Returns the losses by iteration from ``--het-report``, as all ranks of the stage with the loss know them."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*.json")]
+    return {iteration: loss for report in reports for iteration, loss in report["losses"]}
+
+
 def plan_losses(folder: Path, plan: Plan) -> dict[str, list[float]]:
     """Losses from ``--het-report``; all ranks of the stage with the loss must report the same."""
     found: dict[str, list[float]] = {}

@@ -5,7 +5,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import inf
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.published.accuracy import reference_model, reference_nodes, reference_profile
 from megatron_het.plan import Plan
@@ -115,6 +118,14 @@ def cluster_of(*groups: tuple[str, int, int, float]) -> Cluster:
     """Returns a cluster from node groups: kind of GPU, nodes, GPUs per node, network bytes per second."""
     nodes = (NodeGroup(gpu=g, count=n, gpus_per_node=k, network_bytes_per_s=rate) for g, n, k, rate in groups)
     return Cluster(nodes=tuple(nodes))
+
+
+def write_inputs(folder: Path, cluster: Any, model: Any) -> list[str]:
+    """Write ``c.yaml`` and ``m.yaml``, from texts or documents; returns the options that name them."""
+    for name, content in (("c.yaml", cluster), ("m.yaml", model)):
+        text = content if isinstance(content, str) else yaml.safe_dump(content)
+        (folder / name).write_text(text, encoding="utf-8")
+    return ["--cluster", str(folder / "c.yaml"), "--model", str(folder / "m.yaml")]
 
 
 def processors(count: int, per_node: int = 1, **more: Any) -> Cluster:

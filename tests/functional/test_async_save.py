@@ -1,6 +1,5 @@
 """``--async-save`` under a plan: what was saved while training went on is what was trained."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from megatron_het.plan import save_plan
 from testing.cases import common_flags
+from testing.compare import reported_losses
 from testing.lab import Lab
 from testing.runner import Finished, Job, words
 from tests.functional.selected import tiers
@@ -33,10 +33,6 @@ def test_a_run_goes_on_from_an_asynchronous_save(lab: Lab, tmp_path: Path, kind:
     run("saving", *lab.start_flags(weights), "--save", str(saved), "--save-interval", str(SAVED_AT), *ASYNC)
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     run("resumed", *lab.data_flags(), "--load", str(saved), "--ckpt-step", str(SAVED_AT))
-    whole, rest = (losses_of(tmp_path / name) for name in ("saving", "resumed"))
+    whole, rest = (reported_losses(tmp_path / name) for name in ("saving", "resumed"))
     assert sorted(rest) == list(range(SAVED_AT + 1, STEPS + 1))
     assert rest == {iteration: whole[iteration] for iteration in rest}
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    return {i: loss for file in folder.glob("rank-*.json") for i, loss in json.loads(file.read_text())["losses"]}

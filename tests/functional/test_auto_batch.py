@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from testing.compare import reported_losses
 from testing.runner import Finished, Job, Runner
 
 FLAGS = (
@@ -29,10 +30,6 @@ def run(runner: Runner, folder: Path, name: str, world_size: int, *more: str) ->
     environment = {"HET_MEMORY_LIMIT_BYTES": LIMITS if world_size > 1 else ""}
     argv = (*FLAGS, "--het-report", str(folder / name), *more)
     return runner.run(Job(name, world_size, argv, folder / f"log-{name}", environment=environment, timeout_s=900.0))
-
-
-def losses(folder: Path, name: str, rank: int = 0) -> list[float]:
-    return [loss for _, loss in json.loads((folder / name / f"rank-{rank}.json").read_text())["losses"]]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +60,9 @@ def test_the_rank_with_little_memory_raises_the_stage_for_both(measured: dict[st
 
 @pytest.mark.parametrize("name", ["first", "again"])
 def test_trains_as_one_process(finished: tuple[Path, dict[str, Finished]], name: str) -> None:
-    expected = losses(finished[0], "alone")
+    expected, found = (reported_losses(finished[0] / run) for run in ("alone", name))
     assert len(expected) == 3
-    assert losses(finished[0], name) == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_later_start_takes_the_stored_plan(finished: tuple[Path, dict[str, Finished]]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_het.plan import Placement, Plan, ScheduleSpec, save_plan
+from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import MICROBATCHES, Weights, common_flags
+from testing.compare import reported_losses
 from testing.lab import Lab
 from testing.runner import Finished, Job
 from testing.zorse_cases import with_shares
@@ -173,10 +174,7 @@ def train(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 def losses_of(folder: Path, under: Plan | None, steps: int = STEPS) -> dict[int, float]:
     if under is not None:
-        stage, _ = Placement(under).last
-        last = under.stages[stage].replicas[0].ranks[0]
-        report = json.loads((folder / f"rank-{last}.json").read_text())
-        return dict(report["losses"])
+        return reported_losses(folder)
     path = folder / "losses-0.json"
     kept = json.loads(path.read_text())["losses"] if path.exists() else []
     return {steps - len(kept) + 1 + i: loss for i, loss in enumerate(kept)}
@@ -189,11 +187,14 @@ def assert_same(lab: Lab, first: Path, second: Path, folder: Path) -> None:
     assert any("exp_avg_sq" in key and "layers.4." in key for key in found["keys"]), found["keys"]
 
 
+def assert_agree(found: dict[int, float], whole: dict[int, float], bar: float = BAR) -> None:
+    assert found == pytest.approx({iteration: whole[iteration] for iteration in found}, rel=bar, abs=0.0)
+
+
 def assert_goes_on(resumed: Run, whole: Run, bar: float = BAR) -> None:
     """The iterations after the checkpoint have the losses of the run that saved it; bit for bit with a bar of 0."""
     assert sorted(resumed.losses) == list(range(SAVED_AT + 1, STEPS + 1))
-    for iteration, loss in resumed.losses.items():
-        assert loss == pytest.approx(whole.losses[iteration], rel=bar, abs=0.0), iteration
+    assert_agree(resumed.losses, whole.losses, bar)
 
 
 @pytest.fixture(scope="module", params=tiers(KINDS, FULL))

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_het.plan import Plan
 from testing.cases import build_plan
+from testing.compare import reported_losses
 from testing.lab import Lab
 from testing.runner import Finished, Job
 from tests.functional.selected import selected, tiers
@@ -25,11 +26,6 @@ def _job(lab: Lab, folder: Path, plan: Plan, *more: str, steps: int = STEPS, sav
     stop = ("--exit-interval", str(steps))
     every = INTERVAL if save else None
     return lab.training(plan, folder, *stop, *more, steps=STEPS, every=every, timeout_s=120.0)
-
-
-def losses(folder: Path) -> dict[int, float]:
-    report = json.loads((folder / f"rank-{PLAN.world_size - 1}.json").read_text())
-    return dict(report["losses"])
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +96,8 @@ def resumed(
 def test_training_goes_on_from_the_newest_whole_checkpoint(name: str, whole: Path, resumed: dict[str, Finished]):
     _, start, said = DAMAGE[name]
     done = resumed[name].check()
-    expected = losses(whole)
-    assert losses(done.job.log_dir) == {i: expected[i] for i in range(start + 1, STEPS + 1)}
+    expected = reported_losses(whole)
+    assert reported_losses(done.job.log_dir) == {i: expected[i] for i in range(start + 1, STEPS + 1)}
     log = done.log(0)
     assert said in log and f"het: loading {done.job.log_dir}/checkpoints/iter_{start:07} instead" in log
     assert (done.job.log_dir / "checkpoints" / TRACKER).read_text() == str(STEPS)
@@ -167,5 +163,5 @@ def test_a_constant_structure_is_saved_again_and_again(lab: Lab, tmp_path: Path)
     lab.runner.run(job)
     job = _job(lab, tmp_path / "again", PLAN, "--load", str(tmp_path / "run" / "checkpoints"), "--ckpt-step", "4")
     lab.runner.run(job)
-    first, second = losses(tmp_path / "run"), losses(tmp_path / "again")
+    first, second = reported_losses(tmp_path / "run"), reported_losses(tmp_path / "again")
     assert second == {STEPS: first[STEPS]}

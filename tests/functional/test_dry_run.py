@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dry_run import compare, dry_run_cases
+from testing.planner_cases import write_inputs
 from testing.runner import Runner
 from tests.functional.selected import tiers
 from tools.planner.__main__ import main
@@ -51,9 +52,7 @@ recompute: [none]
 
 
 def test_the_planner_verifies_with_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cluster.yaml").write_text(_CLUSTER, encoding="utf-8")
-    (tmp_path / "model.yaml").write_text(_MODEL, encoding="utf-8")
-    files = ["--cluster", str(tmp_path / "cluster.yaml"), "--model", str(tmp_path / "model.yaml")]
+    files = write_inputs(tmp_path, _CLUSTER, _MODEL)
     words = ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--json"]
     assert main([*words, "--verify"]) == 0
     body = json.loads(capsys.readouterr().out)

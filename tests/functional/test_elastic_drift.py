@@ -8,8 +8,9 @@ import pytest
 from benchmarks import drift
 from megatron_het.elastic.pool import GivenPlans
 from megatron_het.elastic.searched import Search, SearchedPlans
+from testing.compare import reported_losses
 from testing.lab import Lab
-from tests.functional.test_elastic_job import Running, losses_of
+from tests.functional.test_elastic_job import Running
 from tools.planner.search.outcome import CLUSTER, MODEL, PROFILE
 
 pytest.importorskip("megatron.core")
@@ -46,5 +47,5 @@ def test_a_slow_device_gets_less_work(lab: Lab, tmp_path: Path) -> None:
             passes = sum(stage["layers"]) * len(replica["microbatches"])
             work[replica["device"]] = work.get(replica["device"], 0) + passes
     assert work["core"] > 2 * work.get("core slow 1", 0), "four times as slow"
-    done = [iteration for generation in losses_of(folder) for iteration in generation]
+    done = [iteration for generation in folder.glob("generation-*") for iteration in reported_losses(generation)]
     assert sorted(done) == list(range(1, _ITERATIONS + 1)), "none is lost, and none is done twice"

@@ -18,9 +18,10 @@ from megatron_het.elastic.members import Bounds, JobError
 from megatron_het.elastic.pool import GivenPlans, Planner
 from megatron_het.plan import Plan, save_plan
 from testing.cases import Weights, build_plan, common_flags
+from testing.compare import reported_losses
 from testing.lab import Lab
 from testing.runner import Finished, Job, words
-from tests.functional.test_checkpoint import with_ministages
+from tests.functional.test_checkpoint import assert_agree, with_ministages
 
 STEPS, TOKEN = 16, "0123456789abcdef"
 LIMIT_S = 240.0
@@ -125,17 +126,6 @@ class Running:
         return self.finished
 
 
-def losses_of(folder: Path) -> list[dict[int, float]]:
-    """By generation; every rank of the last stage knows them."""
-    found = []
-    for generation in sorted(folder.glob("generation-*")):
-        kept: dict[int, float] = {}
-        for file in generation.glob("rank-*.json"):
-            kept |= dict(json.loads(file.read_text())["losses"])
-        found.append(kept)
-    return found
-
-
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     from tests.functional.test_elastic_state import run
@@ -186,7 +176,7 @@ def test_join_death_leave(lab: Lab, tmp_path: Path, undisturbed: dict[int, float
         "a node leaves",
     ], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0, 0]
-    check_losses(losses_of(tmp_path), undisturbed)
+    check_losses(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -197,7 +187,7 @@ def test_a_death_in_the_first_generation(lab: Lab, tmp_path: Path, undisturbed: 
     finished = job.end()
     assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
     assert sorted(finished.returncodes) == [-9, 0, 0]
-    check_losses(losses_of(tmp_path), undisturbed)
+    check_losses(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -210,7 +200,7 @@ def test_a_rank_that_hangs_is_left_behind(lab: Lab, tmp_path: Path, undisturbed:
     assert [entry["why"] for entry in job.controller.history] == ["start", "1 rank was lost"], job.lines
     assert "no iteration has ended for 8 s: all ranks leave their session" in job.lines
     assert set(finished.returncodes) == {0}, "no agent is here to end it"
-    check_losses(losses_of(tmp_path), undisturbed)
+    check_losses(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -225,7 +215,7 @@ def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undi
     job.until(lambda: len(job.controller.history) >= 2, "death")
     finished = job.end()
     assert sorted(finished.returncodes) == [-9, 0, 0], finished.log
-    check_losses(losses_of(tmp_path), undisturbed)
+    check_losses(tmp_path, undisturbed)
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
     # What was written after the death is what was trained.
     save_plan(PLANS[2], tmp_path / "plan.json")
@@ -234,18 +224,15 @@ def test_asynchronous_saves_go_on_through_a_death(lab: Lab, tmp_path: Path, undi
     flags = (*common_flags(Weights(), steps=STEPS), "--het-plan", str(tmp_path / "plan.json"), *lab.data_flags())
     loads = ("--load", str(saved), "--ckpt-step", str(begins), "--het-report", str(resumed))
     lab.runner.run(Job("resumed", PLANS[2].world_size, (*flags, *loads), resumed, timeout_s=LIMIT_S))
-    found = {i: x for file in resumed.glob("rank-*.json") for i, x in json.loads(file.read_text())["losses"]}
+    found = reported_losses(resumed)
     assert sorted(found) == list(range(begins + 1, STEPS + 1))
-    for iteration, loss in found.items():
-        assert loss == pytest.approx(undisturbed[iteration], rel=1e-5, abs=0.0), iteration
+    assert_agree(found, undisturbed)
 
 
-def check_losses(found: list[dict[int, float]], undisturbed: dict[int, float]) -> None:
-    """Those of the undisturbed run, and at most one iteration was done twice."""
-    done: dict[int, int] = {}
-    for generation in found:
-        for iteration, loss in generation.items():
-            done[iteration] = done.get(iteration, 0) + 1
-            assert loss == pytest.approx(undisturbed[iteration], rel=1e-5, abs=0.0), (iteration, found)
-    assert sorted(done) == list(range(1, STEPS + 1))
-    assert sum(done.values()) - STEPS <= 1, "more than one iteration was lost"
+def check_losses(folder: Path, undisturbed: dict[int, float]) -> None:
+    """All generations have the losses of the undisturbed run, and at most one iteration was done twice."""
+    generations = [reported_losses(generation) for generation in folder.glob("generation-*")]
+    for found in generations:
+        assert_agree(found, undisturbed)
+    assert sorted(set().union(*generations)) == list(range(1, STEPS + 1))
+    assert sum(map(len, generations)) - STEPS <= 1, "more than one iteration was lost"

@@ -9,7 +9,7 @@ import pytest
 from megatron_het.plan import Plan
 from testing.cases import Case
 from testing.combination_cases import case_of, pair_row
-from testing.compare import compare
+from testing.compare import compare, reported_losses
 from testing.lab import Lab
 from testing.runner import words
 from tests.functional.selected import new_case, tiers
@@ -75,7 +75,7 @@ def test_weights_kept_in_fp8(lab: Lab, tmp_path: Path) -> None:
         lab.runner.run(job)
         if keeps:
             assert all(int((folder / f"weights-{rank}.json").read_text()) for rank in range(plan.world_size))
-        return dict(json.loads((folder / f"rank-{plan.world_size - 1}.json").read_text())["losses"])
+        return reported_losses(folder)
 
     kept, plain = losses("kept", MIXED, *KEPT), losses("plain", MIXED, keeps=False)
     resumed = losses("resumed", ALONE, *KEPT, "--load", str(tmp_path / "kept" / "checkpoints"), "--ckpt-step", "2")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_het.plan import save_plan
-from testing.compare import plan_losses, reference_losses
+from testing.compare import plan_losses, reference_losses, reported_losses
 from testing.lab import OBSERVE, Lab
+from testing.planner_cases import write_inputs
 from testing.runner import Finished, Job, Runner
 from tests.functional.selected import new_case
 from tests.functional.test_auto_batch import FLAGS
@@ -32,12 +33,9 @@ def test_parts_follow_the_speed_and_losses_stay(runner: Runner, tmp_path: Path) 
     (said,) = (line for line in done.log(0).splitlines() if "context-parallel parts by measured speed" in line)
     slow, fast = map(int, said.rpartition("stage 1, ranks 2 to 3: ")[2].split())
     assert slow < fast, said
-    losses = {
-        name: [loss for _, loss in json.loads((tmp_path / name / f"rank-{rank}.json").read_text())["losses"]]
-        for name, rank in (("alone", 0), ("parts", 3))
-    }
-    assert len(losses["alone"]) == 3
-    assert losses["parts"] == pytest.approx(losses["alone"], rel=1e-5)
+    alone, parts = (reported_losses(tmp_path / name) for name in ("alone", "parts"))
+    assert len(alone) == 3
+    assert parts == pytest.approx(alone, rel=1e-5)
     hashes = {json.loads((tmp_path / "parts" / f"rank-{rank}.json").read_text())["plan_hash"] for rank in range(4)}
     assert len(hashes) == 1
 
@@ -65,10 +63,7 @@ def test_an_emitted_plan_of_two_kinds_trains(lab: Lab, tmp_path: Path, capsys: p
     stages = tuple(replace(s, replicas=(r,)) for s, r in zip(case.plan.stages, placed, strict=True))
     case = replace(case, plan=replace(case.plan, stages=stages))
     save_plan(case.plan, tmp_path / "plan.json")
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    (tmp_path / "model.yaml").write_text(MODEL)
-    given = [str(tmp_path / "plan.json"), "--cluster", str(tmp_path / "cluster.yaml")]
-    given += ["--model", str(tmp_path / "model.yaml")]
+    given = [str(tmp_path / "plan.json"), *write_inputs(tmp_path, CLUSTER, MODEL)]
     assert het_plan(["simulate", *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["iteration_s"] > 0
     assert het_plan(["emit", *given, "--out", str(tmp_path / "run")]) == 0

@@ -13,7 +13,17 @@ from testing.lab import Lab
 from testing.slimpipe_cases import PLAIN, sliced_case
 from testing.zorse_cases import with_shares
 from tests.functional.selected import new_case, tiers
-from tests.functional.test_checkpoint import KINDS, SAVED_AT, STEPS, Train, assert_goes_on, plan, train, with_ministages
+from tests.functional.test_checkpoint import (
+    KINDS,
+    SAVED_AT,
+    STEPS,
+    Train,
+    assert_agree,
+    assert_goes_on,
+    plan,
+    train,
+    with_ministages,
+)
 from tests.functional.test_elastic_state import run
 
 pytest.importorskip("emerging_optimizers", reason="megatron-het[optimizers] is not installed")
@@ -92,5 +102,4 @@ def test_state_moves_between_plans(training: tuple[Plan, Plan, Weights, list[str
     found = run(lab, tmp_path / "changed", weights, changes, more=more)
     assert [min(losses) for losses in found] == [1, 4]
     for losses in found:
-        for iteration, loss in losses.items():
-            assert loss == pytest.approx(whole[iteration], rel=BAR, abs=0.0), iteration
+        assert_agree(losses, whole)

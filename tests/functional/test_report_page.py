@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_het.plan import Plan, save_plan
+from testing.planner_cases import write_inputs
 from tests.functional.browser import Tab, browser, chromium
 from tools.planner.__main__ import main
 from tools.planner.costs.build import build_plan
@@ -46,9 +46,7 @@ def two_stages(cluster: str, model: str) -> Plan:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The page of a plan with names that try to break it, and what the command printed as JSON."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    (folder / "m.yaml").write_text(yaml.safe_dump(MODEL))
-    files = ["--cluster", str(folder / "c.yaml"), "--model", str(folder / "m.yaml"), "--schedules", "1f1b"]
+    files = [*write_inputs(folder, CLUSTER, MODEL), "--schedules", "1f1b"]
     save_plan(two_stages(str(folder / "c.yaml"), str(folder / "m.yaml")), folder / "p.json")
     with pytest.MonkeyPatch.context() as patch, open(folder / "said.json", "w") as said:
         patch.setattr("sys.stdout", said)

@@ -9,6 +9,8 @@ test that was expected to fail and passes.
 
 import argparse
 import collections
+import contextlib
+import functools
 import importlib
 import json
 import os
@@ -17,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 from collections.abc import Sequence
 from datetime import timedelta
@@ -107,22 +108,20 @@ def _force_gloo() -> None:
 
 def run_files(files: Sequence[str], world: int, folder: Path, limit_s: float) -> dict[str, dict[str, str]]:
     """The outcomes of the tests of some files, over all ranks."""
-    pids, port = [], random.randrange(20000, 32000)
+    from testing.forked import Forked  # of this repository, which is on the path by now
+
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20000, 32000))}
+    where |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+    processes = []
     for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            _become(rank, world, files, port, folder)
-        pids.append(pid)
-    deadline = time.monotonic() + limit_s
-    waiting = set(pids)
-    while waiting and time.monotonic() < deadline:
-        for pid in list(waiting):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                waiting.discard(pid)
-        time.sleep(0.05)
-    for pid in waiting:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        environment = {**os.environ, **where, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
+        run = functools.partial(_run_rank, rank, world, files, folder)
+        processes.append(Forked(run, folder / f"{rank}.log", environment))
+    deadline_s = time.monotonic() + limit_s
+    for process in processes:
+        if not process.finish(max(0.0, deadline_s - time.monotonic())):
+            with contextlib.suppress(ProcessLookupError):  # what the tests have started
+                os.killpg(process.pid, signal.SIGKILL)
     merged: dict[str, dict[str, str]] = {}
     for rank in range(world):
         out = folder / f"{rank}.json"
@@ -137,40 +136,14 @@ def run_files(files: Sequence[str], world: int, folder: Path, limit_s: float) ->
     return merged
 
 
-def _become(rank: int, world: int, files: Sequence[str], port: int, folder: Path) -> None:
-    code = 70
-    try:
-        os.setsid()
-        target = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
-        for descriptor in (1, 2):
-            os.dup2(target, descriptor)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        import pytest
-        from tests.unit_tests.test_utilities import Utils  # reads the environment when it is imported
+def _run_rank(rank: int, world: int, files: Sequence[str], folder: Path) -> int:
+    import pytest
+    from tests.unit_tests.test_utilities import Utils  # reads the environment when it is imported
 
-        Utils.rank, Utils.world_size = rank, world
-        words = [
-            *files,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-            "--tb=short",
-            "-o",
-            "addopts=",
-            "-W",
-            "ignore",
-        ]
-        code = pytest.main([*words, f"--basetemp={folder / 'tmp'}-{rank}"], plugins=[Recorder(folder / f"{rank}.json")])
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(int(code))
+    Utils.rank, Utils.world_size = rank, world
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=short", "-o", "addopts=", "-W", "ignore"]
+    words = [*files, *options, f"--basetemp={folder / 'tmp'}-{rank}"]
+    return int(pytest.main(words, plugins=[Recorder(folder / f"{rank}.json")]))
 
 
 def judge(outcomes: dict[str, dict[str, str]], expected: dict[str, str], whole: bool) -> list[str]:

@@ -1,5 +1,7 @@
 """Model files that tests of the planner share, and plans that those of the launch files share."""
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,18 @@ def program(path: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
+
+
+def batch_job(script: Path, **variables: str) -> subprocess.Popen[str]:
+    """A batch script as Slurm starts it, with these variables beside those of this process."""
+    return subprocess.Popen(
+        ["bash", str(script)],
+        env={**os.environ, "SLURM_JOB_ID": "7", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def make_plan(

@@ -28,6 +28,7 @@ from tests.unit.planner.emit_plans import (
     MODEL,
     PLAIN_KINDS,
     SMALL,
+    batch_job,
     changed,
     even_plan,
     make_plan,
@@ -91,16 +92,9 @@ def start(tmp_path: Path, emitted: Emitted, variables: dict[str, str]) -> subpro
     (tmp_path / "notes").mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("python-here", PYTHON), ("scancel", "#!/bin/sh\n")):
         program(commands / name, text)
-    own = {"PATH": f"{commands}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes"), "SLURM_JOB_ID": "7"}
+    own = {"PATH": f"{commands}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes")}
     own |= {"PYTHON": str(commands / "python-here"), "SAVED": "12"} | variables
-    return subprocess.Popen(
-        ["bash", str(emitted.files["elastic.sbatch"])],
-        env={**os.environ, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return batch_job(emitted.files["elastic.sbatch"], **own)
 
 
 def notes(tmp_path: Path, name: str) -> list[str]:

@@ -14,7 +14,18 @@ import pytest
 import yaml
 
 from megatron_het.plan import Plan
-from tests.unit.planner.emit_plans import KINDS, LAUNCH, changed, even_plan, make_plan, nodes_of, program, uneven_plan
+from testing.planner_cases import write_inputs
+from tests.unit.planner.emit_plans import (
+    KINDS,
+    LAUNCH,
+    batch_job,
+    changed,
+    even_plan,
+    make_plan,
+    nodes_of,
+    program,
+    uneven_plan,
+)
 from tests.unit.planner.emit_plans import PLAIN_KINDS as PLAIN
 from tests.unit.planner.emit_plans import POD_KINDS as IN_PODS
 from tests.unit.planner.pods import SHELLCHECK, pods_of
@@ -179,17 +190,9 @@ def start(tmp_path: Path, code: str = "", then: str = "", **launch: Any) -> tupl
     emitted = emit(plan, out, KINDS, {}, LaunchOptions(run_dir=str(out), **launch))
     notes, script = tmp_path / "notes", emitted.files["train.sbatch"]
     script.write_text(script.read_text().replace(" &\n", f" &\n{then}\n"))
-    own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(notes), "SLURM_JOB_ID": "7"}
+    own = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTES": str(notes)}
     own |= {"PYTHON": str(tmp_path / "bin" / "rank"), "SLURM_JOB_NODELIST": "n1", "CODE": code, "FROM_PROLOGUE": "no"}
-    job = subprocess.Popen(
-        ["bash", str(script)],
-        env={**os.environ, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    return job, notes
+    return batch_job(script, **own), notes
 
 
 def told(job: subprocess.Popen[str], notes: Path) -> str:
@@ -404,9 +407,7 @@ def test_the_command_takes_settings_of_the_cluster_file(
     nodes = [one | {"gpu": gpu, "kubernetes": {"node_selector": {"gpu": label}}} for gpu, label in groups]
     model = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1000}
     model |= {"seq_length": 256, "global_batch_size": 8, "precision": "fp16"}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(model))
-    inputs = ["--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml")]
+    inputs = write_inputs(tmp_path, {"nodes": nodes}, model)
     assert main(["plan", *inputs, "--limit-s", "1", "--schedules", "1f1b", "--out", str(tmp_path / "p.json")]) == 0
     words = ["emit", str(tmp_path / "p.json"), *inputs, "--out", str(tmp_path / "run"), "--container", "image"]
     assert main([*words, "--target", "jobset", "--volume", f"claim:{tmp_path}", "--queue", "lab"]) == 0

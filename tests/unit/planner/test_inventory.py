@@ -16,6 +16,7 @@ import yaml
 from benchmarks.published.calibrate import SHAPES
 from megatron_het.elastic import __main__ as elastic
 from megatron_het.plan import load_plan
+from testing.planner_cases import write_inputs
 from tests.unit.planner.emit_plans import SMALL, WIDE
 from tools.planner.__main__ import COMMANDS, main, parser_of
 from tools.planner.cli import inventory as probes
@@ -281,11 +282,9 @@ CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 2, "gpus_per_node": 4, "network
 def test_costs_that_would_take_too_long_are_left_out(gpus, tmp_path, capsys, monkeypatch):
     """Those of a single stage too, which is not simulated."""
     cluster = {"nodes": [{**CLUSTER["nodes"][0], "count": max(1, gpus // 4), "gpus_per_node": min(4, gpus)}]}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(cluster))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(WIDE))
     out = tmp_path / "plan.json"
-    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml"), "--out", str(out)]
-    words += ["--schedules", "1f1b", "--limit-s", "30"]
+    inputs = write_inputs(tmp_path, cluster, WIDE)
+    words = ["plan", *inputs, "--out", str(out), "--schedules", "1f1b", "--limit-s", "30"]
     assert main(words) == 0 and load_plan(out).predicted.costs is not None
     assert "does not watch itself" not in capsys.readouterr().out
     monkeypatch.setattr(module, "PRICING_S", 100.0)

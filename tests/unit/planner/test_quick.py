@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_het.schedule.generators.listing import ORDERS
 from megatron_het.schedule.ir import Kind
@@ -23,6 +22,7 @@ from testing.planner_cases import (
     search_cases,
     simulate_block,
     with_catalog,
+    write_inputs,
 )
 from tools.planner.__main__ import main
 from tools.planner.cli import commands
@@ -402,8 +402,6 @@ Limits = tuple[list[str], list[float]]
 @pytest.fixture
 def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
     """Words of a ``plan`` command, and the seconds that its search and then the pricing of its plan were given."""
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL_OF_LIMIT))
     given: list[float] = []
     search, complete = commands.search, commands.complete
 
@@ -417,9 +415,8 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
 
     monkeypatch.setattr(commands, "search", searched)
     monkeypatch.setattr(commands, "complete", completed)
-    words = ["plan", "--cluster", str(tmp_path / "c.yaml"), "--model", str(tmp_path / "m.yaml")]
-    words += ["--schedules", "1f1b", "--out", str(tmp_path / "plan.json")]
-    return words, given
+    files = write_inputs(tmp_path, CLUSTER, MODEL_OF_LIMIT)
+    return ["plan", *files, "--schedules", "1f1b", "--out", str(tmp_path / "plan.json")], given
 
 
 def test_the_time_before_the_search_counts(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:

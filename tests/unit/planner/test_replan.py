@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_het.plan import load_plan, save_plan
-from testing.planner_cases import estimator_of, processors
+from testing.planner_cases import estimator_of, processors, write_inputs
 from tests.unit.planner import watched_runs as runs
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
@@ -272,15 +272,13 @@ def test_the_cluster_of_a_pool() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: Said) -> None:
-    (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [{"gpu": "T4", "count": 2, "gpus_per_node": 2}]}))
     model = {"name": "m", "num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16}
     model |= {"vocab_size": 1000, "seq_length": 1024, "global_batch_size": 64, "precision": "fp16"}
-    (tmp_path / "model.json").write_text(json.dumps(model))
+    inputs = write_inputs(tmp_path, {"nodes": [{"gpu": "T4", "count": 2, "gpus_per_node": 2}]}, model)
     (tmp_path / "trace.csv").write_text("time_s,gpu,nodes\n600,T4,1\n1200,T4,2\n3600,T4,2\n")
     pauses = {"pause_s": {kind: {"whole": 5.0} for kind in policies.CHANGES}, "restart_s": 100.0}
     (tmp_path / "pauses.json").write_text(json.dumps(pauses))
-    words = ["replay", str(tmp_path / "trace.csv"), "--cluster", str(tmp_path / "cluster.json"), "--model"]
-    words += [str(tmp_path / "model.json"), "--schedules", "1f1b", "--json", "--limit-s", "20"]
+    words = ["replay", str(tmp_path / "trace.csv"), *inputs, "--schedules", "1f1b", "--json", "--limit-s", "20"]
     words += ["--pauses", str(tmp_path / "pauses.json"), "--picture", str(tmp_path / "out.svg"), "--save-every", "1000"]
     assert main([*words, "--html", str(tmp_path / "out.html")]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -292,7 +290,7 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     assert said["pauses"]["save_every"] == {"value": 1000, "from": "the command line"}
     assert said["pauses"]["start_s"]["from"] == "assumptions"
     elastic["training_s"] = 143_870.4  # a day and more: all columns are still there
-    say({}, Namespace(json=False), *_tables(said, load_cluster(str(tmp_path / "cluster.json"))))
+    say({}, Namespace(json=False), *_tables(said, load_cluster(str(tmp_path / "c.yaml"))))
     assert capsys.readouterr().out.splitlines()[3].split()[-4:] == ["143870", "10", "0", "2"]
     assert "<svg" in (tmp_path / "out.svg").read_text()
     page = (tmp_path / "out.html").read_text()

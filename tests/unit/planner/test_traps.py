@@ -14,7 +14,7 @@ from megatron_het.doctor.__main__ import main as doctor
 from megatron_het.features import options_of
 from megatron_het.features.activation_offload.spec import offload_ratio
 from megatron_het.plan import PlanError, Replica
-from testing.planner_cases import estimator_of, model_of
+from testing.planner_cases import estimator_of, model_of, write_inputs
 from tests.unit.plan.feature_checks import check_feature
 from tests.unit.planner.emit_plans import nodes_of
 from tools.planner.__main__ import main
@@ -36,9 +36,7 @@ CLUSTER = {"nodes": [{"gpu": "A100-80", "count": 1, "gpus_per_node": 2}]}
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(MODEL))
-    options = common(tmp_path)
+    options = write_inputs(tmp_path, CLUSTER, MODEL)
     assert main(["plan", *options, "--schedules", "1f1b", "--limit-s", "1", "--out", str(tmp_path / "p.json")]) == 0
     return tmp_path
 
@@ -166,9 +164,8 @@ def test_what_extra_cannot_say_has_another_place(text, hint):
 
 @pytest.mark.parametrize("flags", [{"rotary-bse": 1}, {"num-layers": 3}, {"qk-layernorm": 1}, {"rope-type": "a b"}])
 def test_flags_of_a_model_file_are_checked(tmp_path, capsys, flags):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CLUSTER))
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump({**MODEL, "flags": flags}))
-    assert main(["plan", *common(tmp_path), "--out", str(tmp_path / "p.json")]) == 2
+    inputs = write_inputs(tmp_path, CLUSTER, {**MODEL, "flags": flags})
+    assert main(["plan", *inputs, "--out", str(tmp_path / "p.json")]) == 2
     assert f"flags.{next(iter(flags))}" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ import pytest
 from megatron_het.lowering.programs import build
 from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
+from testing.planner_cases import write_inputs
 from tests.unit.planner.eight_layers import estimator, model
 from tools.planner.__main__ import main
 from tools.planner.cli import commands, dry_run
@@ -43,9 +44,7 @@ Dry, Said, Patch = Callable[[Peaks], list[dict[str, Any]]], pytest.CaptureFixtur
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    (tmp_path / "cluster.yaml").write_text(CLUSTER, encoding="utf-8")
-    (tmp_path / "model.yaml").write_text(MODEL, encoding="utf-8")
-    files = ["--cluster", str(tmp_path / "cluster.yaml"), "--model", str(tmp_path / "model.yaml")]
+    files = write_inputs(tmp_path, CLUSTER, MODEL)
     return ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--json", "--verify"]
 
 
@@ -184,7 +183,7 @@ def test_a_plan_of_many_microbatches_runs_the_first_ones_dry() -> None:
 
 
 def test_a_model_that_cannot_run_is_refused_before_the_search(words: list[str], capsys: Said, tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
+    (tmp_path / "m.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
     error = answer(words, capsys, code=2)["error"]
     assert error["key"] == "attention_window" and error["hint"] == "Give --no-verify"
 
@@ -213,7 +212,7 @@ def test_ranks_without_transformer_engine_keep_their_attention_matrices(
         return {r: {"memory": {"total_bytes": GIB}} for r in ranks}
 
     monkeypatch.setattr(verify, "run_ranks", run_ranks)
-    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("A100-40", "V100-32"), encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(CLUSTER.replace("A100-40", "V100-32"), encoding="utf-8")
     answer([*words, "--precision", "fp16"], capsys)
     assert kernels == ["local"]
 
