@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from megatron_het.families import family_of
+from megatron_het.families import LATENT_SPEC, family_of
 from megatron_het.features import FEATURES, features_of
 from megatron_het.features.base import Refusal, flag_of, is_given, more_than_one
 from megatron_het.features.registry import cuts_sequences, cutting_of
@@ -415,6 +415,8 @@ def apply_plan(plan: Plan, placement: Placement, args: Any, rank: int) -> int:
     spec = family_of(args).default_spec(args)
     if args.spec is None and spec is not None:
         args.spec = list(spec)
+        # A checkpoint may be read with Transformer Engine, which lacks only queries that are not compressed.
+        args.het_stand_in = spec != LATENT_SPEC or args.q_lora_rank is not None
     cuts = {r.cut for s in plan.stages for r in s.replicas}
     sizes = {found.tp for found in cuts}
     if args.padded_vocab_size is None:

@@ -28,7 +28,7 @@ from megatron_het.auto_batch.allocation import (
 )
 from megatron_het.device import SHARING_RANK
 from megatron_het.plan import Plan, PlanError, check_plan, load_plan, plan_hash, save_plan
-from megatron_het.safe_io import FileError, one_line, read_json, write_json
+from megatron_het.safe_io import FileError, check_target, one_line, read_json, write_json
 from megatron_het.store import StoreError
 from megatron_het.store.job import IDENTITY, Exchange, ExchangeError, end_all
 
@@ -247,12 +247,14 @@ class _Maker:
     def __post_init__(self) -> None:
         self._first_zero = max(self.least_zero, int(self.base.training.distributed_optimizer))
         self._limit = memory_limit()
-        self._plan_file = self.folder / "plan.json"
+        self._plan_file, self._measured_file = self.folder / "plan.json", self.folder / "measured.json"
         self._pass_s = 0.0
 
     def plan(self) -> tuple[Plan, str, list[str]]:
         """Use the stored plan, or measure; returns the same as :func:`plan_for`."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for file in (self._plan_file, self._measured_file):
+            check_target(file)
         devices = self.exchange.gather("devices", self._limit.as_json())
         # A stored plan is used only if it was made for this model, first ZeRO stage and devices.
         text = json.dumps([plan_hash(self.base), self._first_zero, list(devices)], sort_keys=True)
@@ -272,7 +274,7 @@ class _Maker:
     def _stored(self, key: str) -> dict[str, Any] | None:
         """Returns the stored plan of an earlier start for the same key, None if there is none (rank 0)."""
         try:
-            found = read_json(self.folder / "measured.json")
+            found = read_json(self._measured_file)
             if found.get("format") != MEASURED_FORMAT or found.get("key") != key:
                 return None
             plan = load_plan(self._plan_file)
@@ -313,7 +315,7 @@ class _Maker:
                 "measured_in_s": round(time.monotonic() - started_s, 1),
             }
             save_plan(plan, self._plan_file)
-            write_json(self.folder / "measured.json", found)  # last: if it exists, the plan does, too
+            write_json(self._measured_file, found)  # last: if it exists, the plan does, too
             result = {"plan": plan.to_json(), "summary": summary}
         return self.exchange.decided("result", result)
 

@@ -125,14 +125,12 @@ class StateDictHook:
 
     def _for_saving(self, state: dict[str, Any], args: Any) -> dict[str, Any]:
         saved_args = copy.copy(args)
-        saved_args.no_save_rng = True
-        saved_args.het_topology = self._topology
-        # A run with --use-checkpoint-args takes the pattern from here, and chunks from its own plan.
+        vars(saved_args).update(no_save_rng=True, het_topology=self._topology)
+        # A run with --use-checkpoint-args takes these from here, but chunks and stand-ins for layers from its own plan.
         saved_args.hybrid_layer_pattern = args.hybrid_layer_pattern and args.hybrid_layer_pattern.replace(CHUNK, "")
-        kept: dict[str, Any] = {
-            key: self._strip(value) if key.startswith(("model", "optimizer")) else value for key, value in state.items()
-        }
-        kept["args"] = saved_args
+        saved_args.spec = None if vars(saved_args).pop("het_stand_in", False) else args.spec
+        parts = {key: self._strip(part) for key, part in state.items() if key.startswith(("model", "optimizer"))}
+        kept: dict[str, Any] = {**state, **parts, "args": saved_args}
         if not args.no_save_rng:
             kept[RANDOM_STATE_KEY] = random_state_object()
         kept, copies = self._with_copies(kept)

@@ -2,13 +2,14 @@
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megatron_het.lowering.programs import build
 from megatron_het.plan import ModelShape, Plan, PlanError, Replica, ScheduleSpec, Stage, TrainingShape, save_plan
 from megatron_het.plan.run_config import HetConfig
 from megatron_het.plan.validate import check_plan
+from megatron_het.safe_io import FileError
 from megatron_het.store import StoreServer
 from megatron_het.store import job as stores
 from megatron_het.store.job import Exchange, ExchangeError
@@ -154,6 +156,13 @@ def test_refuses_what_it_measures_or_cannot(more: list[str], problem: str) -> No
     assert "--eval-interval" not in measure._LAST  # 0, too, is refused before passes are timed
 
 
+def test_a_folder_in_place_of_a_file_is_named_before_ranks_meet(tmp_path: Path) -> None:
+    (tmp_path / "measured.json").mkdir()
+    maker = processes._Maker(*allocation.base_plan(UNTIED, 1), tmp_path, 0, 1, Mock(), least_zero=0)
+    with pytest.raises(FileError, match="measured.json: this is a folder"):
+        maker.plan()
+
+
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     config, rest = split_arguments(["--het-auto-batch", "runs/x", "--het-zero", "2", "--lr", "1"])
     assert (str(config.auto_batch), config.least_zero, rest) == ("runs/x", 2, ["--lr", "1"])
@@ -206,18 +215,11 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exchange]]:
 
 
 def test_ranks_get_all_values_and_rank_0_decides(two: list[Exchange]) -> None:
-    found: dict[int, object] = {}
+    def run(exchange: Exchange) -> object:
+        return exchange.gather("sizes", [exchange._rank]), exchange.decided("result", {"of": exchange._rank})
 
-    def run(rank: int) -> None:
-        values = two[rank].gather("sizes", [rank])
-        found[rank] = values, two[rank].decided("result", {"of": rank})
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert found == dict.fromkeys(range(2), ([[0], [1]], {"of": 0}))
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(run, two)) == 2 * [([[0], [1]], {"of": 0})]
 
 
 def test_a_rank_that_never_comes_is_named(two: list[Exchange]) -> None:
@@ -262,10 +264,7 @@ def test_a_measuring_process_that_dies_or_hangs_is_an_error_with_its_log(
 
 def test_waiting_ends_when_another_rank_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake(monkeypatch, tmp_path, "os.read(int(sys.argv[2]), 1)")
-
-    def watch() -> None:
-        raise ExchangeError("rank 1: no memory")
-
+    watch = Mock(side_effect=ExchangeError("rank 1: no memory"))
     with MeasuringProcess(REQUEST, tmp_path, watch, 60.0) as process, pytest.raises(ExchangeError):
         process.answer()
 

@@ -77,9 +77,11 @@ def test_parameters_that_are_not_whole_are_written_from_copies(monkeypatch: pyte
     closed.data.untyped_storage().resize_(0)
     monkeypatch.setattr("megatron_het.checkpoint.state_dict.watch_writer", lambda: None)
     for is_async in (False, True):
-        args = SimpleNamespace(no_save_rng=True, async_save=is_async, hybrid_layer_pattern="*-*|-")
+        args = SimpleNamespace(no_save_rng=True, async_save=is_async, hybrid_layer_pattern="*-*|-", spec=["a", "b"])
+        args.het_stand_in = is_async  # whether the plan chose the layers, for want of others
         found = hook._for_saving(state, args)
         assert found["args"].hybrid_layer_pattern == "*-*-"  # the chunks are of this plan, not of the model
+        assert found["args"].spec == (None if is_async else ["a", "b"]) and args.spec and args.het_stand_in is is_async
         assert found["model0"]["a"].data is content and state["model0"]["a"].data is closed
         assert (found["model1"]["b"].data is whole) is not is_async
     assert [id(parameter) for parameter in asked] == 2 * [id(closed), id(whole)]

@@ -63,9 +63,7 @@ def enters(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_saving", [True, False])
 @pytest.mark.usefixtures("enters")
 def test_trouble_of_one_node_is_no_failed_checkpoint(is_saving: bool, tmp_path: Path) -> None:
-    def entry(_: Any) -> None:
-        raise OSError(errno.EIO, "input/output error\nof the disk")
-
+    entry = Mock(side_effect=OSError(errno.EIO, "input/output error\nof the disk"))
     boundary: Any = Session(is_saving)
     if is_saving:
         outcome = sessions.run_session(boundary, ["--save", "x"], tmp_path, entry)
@@ -111,11 +109,8 @@ def test_a_world_that_could_not_be_made_uses_up_no_number(monkeypatch: pytest.Mo
 
 
 def test_a_world_that_cannot_be_closed_is_no_hindrance_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("communicator was aborted")
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "destroy_process_group", fails)
+    monkeypatch.setattr(dist, "destroy_process_group", Mock(side_effect=RuntimeError("communicator was aborted")))
     sessions.end_session()
     assert not dist.is_initialized()
 
@@ -175,9 +170,7 @@ def test_no_module_of_a_session_stays_in_a_cache(monkeypatch: pytest.MonkeyPatch
 def test_a_plan_that_the_flags_refuse_does_not_end_a_worker_that_holds_state(
     loads: bool, began: int | None, stays: bool, tmp_path: Path
 ) -> None:
-    def entry(_: Any) -> None:
-        raise SystemExit(2)
-
+    entry = Mock(side_effect=SystemExit(2))
     boundary: Any = Session(is_saving=False)
     boundary.generation, boundary.began = Generation(1, plan([[1]]), (1,), (), ("n1",), loads), began
     if not stays:

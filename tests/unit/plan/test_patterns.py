@@ -121,7 +121,7 @@ def test_the_layout_is_written_into_the_pattern() -> None:
     args = given("*|-*-/*-")
     check_arguments(made, args, 2)
     apply_plan(made, Placement(made), args, 0)
-    assert args.hybrid_layer_pattern == "*|-*-/*-" and args.spec == list(LOCAL_SPEC)
+    assert args.hybrid_layer_pattern == "*|-*-/*-" and args.spec == list(LOCAL_SPEC) and args.het_stand_in
     assert args.pipeline_model_parallel_layout is None
     alone = replace(
         made, stages=(replace(made.stages[0], layers=(1, 3)),), schedule=ScheduleSpec("ministage"), model=made.model
