@@ -25,12 +25,12 @@ _PLANNER = "import sys; sys.argv[0] = 'het-plan'; from tools.planner.__main__ im
 STAND_INS = {
     "het-plan": f'exec "{sys.executable}" -c "{_PLANNER}" "$@"',
     "sinfo": """cat <<'END'
-big-1|gpu*|gpu:a100:8|a100|1031000|idle
-big-2|gpu*|gpu:a100:8|a100|1031000|allocated
-small-1|gpu*|gpu:a10g:4|a10g|380000|idle
-small-2|gpu*|gpu:a10g:4|a10g|380000|idle
-small-3|gpu*|gpu:a10g:4|a10g|380000|mixed
-small-4|gpu*|gpu:a10g:4|a10g|380000|down
+big-1|gpu*|gpu:a100:8|a100|1031000|idle|128
+big-2|gpu*|gpu:a100:8|a100|1031000|allocated|128
+small-1|gpu*|gpu:a10g:4|a10g|380000|idle|32
+small-2|gpu*|gpu:a10g:4|a10g|380000|idle|32
+small-3|gpu*|gpu:a10g:4|a10g|380000|mixed|32
+small-4|gpu*|gpu:a10g:4|a10g|380000|down|32
 END""",
     "sbatch": 'bash -n "$1" && echo "Submitted batch job 1"',
 }

@@ -151,10 +151,10 @@ class Costs:
     """Costs of changes, in seconds.
 
     The defaults of joining, leaving, death and restart are what ``benchmarks.elastic`` measured on 2026-11-24 with four
-    processes of a small model on two cores (``benchmarks/results/elastic.json``; for a join the sum of its phases, less
-    an iteration, which is more than the difference of two logged iterations).  They show the ratios.  On GPUs
-    all are longer: measure them, and give the file to ``--pauses``.  The others are assumptions, and so is what is
-    added for the state of a larger model (:func:`megatron_het.elastic.worth.grows_s`).
+    processes of a small model on two cores (``benchmarks/results/elastic.json``; for a join its phases after ranks
+    have left, less an iteration, which is more than the difference of two logged iterations).  They show the ratios.
+    On GPUs all are longer: measure them, and give the file to ``--pauses``.  The others are assumptions, and so is what
+    is added for the state of a larger model (:func:`megatron_het.elastic.worth.grows_s`).
     """
 
     # join_s, leave_s: a change without a failure, with no iteration lost
