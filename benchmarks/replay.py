@@ -20,15 +20,15 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import Changed, ForkedJob, Lines, change_pool
+from benchmarks.elastic import Changed, ForkedJob, Lines, change_pool, plan_of
 from benchmarks.faults import prepare
 from benchmarks.machine import command_line, scratch, write_report
-from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.plan import Plan
 from tools.planner.replay.policies import Change, Costs, Trace, run_elastic
 
 # An elastic job on paced devices: a layer takes a set time, as on an accelerator that does not use its host's cores.
@@ -46,37 +46,24 @@ def install() -> None:
     Pace(FORWARD_S, BACKWARD_S).install()
 
 
-class PacedJob(ForkedJob):
-    """A job whose workers are paced and are forked from this process, which has imported Megatron.
-
-    Args:
-        folder: An empty folder.
-        iterations: Of the training.
-        make: Plan by the replicas of its second stage.
-    """
-
-    def __init__(self, folder: Path, iterations: int, make: Callable[[int], Plan]) -> None:
-        super().__init__(folder, iterations, "1", make, install)
+def paced_job(folder: Path, iterations: int) -> ForkedJob:
+    """Returns a job whose workers are paced and are forked from this process, which has imported Megatron."""
+    return ForkedJob(folder, iterations, "1", paced_plan, install)
 
 
 _FIRST, _MOST, _FEWEST = 3, 4, 2
 _WHOLE, _BETWEEN = 70, 12
 """Iterations of the job that measures, and how many are timed with every pool; others run while a node starts."""
-_LAYERS, _HIDDEN, _SEQUENCE, _BATCH = 5, 64, 64, 12
+_LAYERS = 5
 _FIRST_LAYERS = {1: 2, 2: 2, 3: 1}
 """Layers of the first stage, by replicas of the second one: with three of them the first stage would hold all up."""
 
 
 def paced_plan(replicas: int) -> Plan:
     """Returns a plan of two stages, the second with so many replicas, with the distributed optimizer."""
-    routes = [tuple(range(q, _BATCH, replicas)) for q in range(replicas)]
-    second = tuple(Replica((1 + q,), route) for q, route in enumerate(routes))
     first = _FIRST_LAYERS[replicas]
-    return Plan(
-        ModelShape(_LAYERS, _HIDDEN, 8, 4, _SEQUENCE, 3 * _HIDDEN // 2),
-        TrainingShape(1, _BATCH, distributed_optimizer=True),
-        (Stage((first,), (Replica((0,), tuple(range(_BATCH))),)), Stage((_LAYERS - first,), second)),
-    )
+    plan = plan_of(replicas, (first, _LAYERS - first))
+    return replace(plan, model=replace(plan.model, hidden_size=64, ffn_hidden_size=96, seq_length=64))
 
 
 def random_trace(seed: int, changes: int, apart_s: tuple[float, float]) -> Trace:
@@ -135,7 +122,7 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
         What it logged, when its first iteration began, and how often its plan changed.
     """
     names = [f"n{i}" for i in range(100)]
-    with PacedJob(folder, 100_000, paced_plan) as job:
+    with paced_job(folder, 100_000) as job:
         job.until(lambda: job.has_logged(3), "the first iterations")
         (first_s, _), (second_s, _) = job.lines()[1:3]
         start_s = first_s - (second_s - first_s)  # the first iteration warms up, and does not count
@@ -157,9 +144,9 @@ def run_trace(folder: Path, trace: Trace) -> tuple[Lines, float, int]:
 def compare(folder: Path, seed: int, options: Any) -> dict[str, Any]:
     """Run one trace for real and simulated."""
     trace = random_trace(seed, options.changes, (options.apart_s, 2 * options.apart_s))
-    measured = [change_pool(PacedJob(folder / "before", _WHOLE, paced_plan), _BETWEEN)]
+    measured = [change_pool(paced_job(folder / "before", _WHOLE), _BETWEEN)]
     lines, start_s, changes = run_trace(folder / "real", trace)
-    measured.append(change_pool(PacedJob(folder / "after", _WHOLE, paced_plan), _BETWEEN))
+    measured.append(change_pool(paced_job(folder / "after", _WHOLE), _BETWEEN))
     every = [iteration_times(found) for found in measured]
     times = {nodes: statistics.mean(found[nodes] for found in every) for nodes in every[0]}
     costs = mean_costs([costs_of(found, own) for found, own in zip(measured, every, strict=True)])
