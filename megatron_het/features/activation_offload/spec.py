@@ -1,5 +1,6 @@
 """Offload of activations to host memory (Zorse, section 4.1.3; SlimPipe, section 6.5)."""
 
+import itertools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,7 +106,7 @@ add_kinds({
 # Adds the offload of activations to the host (Zorse, section 4.1.3; SlimPipe, section 6.5).
 
 
-def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
+def add_activation_offload(program: Program) -> Program:
     """The program with ACT_OFFLOAD after forwards and ACT_FETCH ahead of their backwards.
 
     Activations are offloaded once their forward is complete: with the context exchange, after its last ATTEND_MERGE.
@@ -114,29 +115,25 @@ def add_activation_offload(program: Program, *, ahead: int = 1) -> Program:
 
     Args:
         program: with joint or split backwards, before or after other passes.
-        ahead: activations are fetched while the backward ``ahead`` positions before theirs runs.
 
     Raises:
-        ValueError: ``ahead`` below 1, a forward-only program, or activations are offloaded already.
+        ValueError: A forward-only program, or activations are offloaded already.
     """
-    if ahead < 1:
-        raise ValueError(f"ahead = {ahead}: must be at least 1")
     if program.forward_only:
         raise ValueError(f"program {program.name} is forward only and keeps no activations")
     if Kind.ACT_OFFLOAD in program.kinds:
         raise ValueError(f"program {program.name} offloads activations already")
-    return replace(program, ops=tuple(_device(ops, ahead) for ops in program.ops))
+    return replace(program, ops=tuple(map(_device, program.ops)))
 
 
-def _device(ops: tuple[Op, ...], ahead: int) -> tuple[Op, ...]:
+def _device(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     forwards = {(op.microbatch, op.slice, op.chunk): i for i, op in enumerate(ops) if op.kind.makes is Value.OUTPUT}
     backwards = [i for i, op in enumerate(ops) if Work.INPUT in op.kind.work]
     offloads: dict[int, list[Op]] = {}
     fetches: dict[int, list[Op]] = {}
-    for j, position in enumerate(backwards):
+    for place, position in itertools.pairwise(backwards):  # fetched while the backward before theirs runs
         _, microbatch, piece, chunk, *_ = ops[position]
         forward = forwards[microbatch, piece, chunk]
-        place = backwards[j - ahead] if j >= ahead else -1
         if place - forward < 2:
             continue
         offloads[forward] = [Op(Kind.ACT_OFFLOAD, microbatch, piece, chunk)]

@@ -1,7 +1,7 @@
 """State moves between members of any cuts; the members are threads that talk over gloo."""
 
+import functools
 import json
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,10 +24,12 @@ from megatron_het.elastic.job import Generation, refusal, signature_of
 from megatron_het.elastic.links import Links
 from megatron_het.elastic.pieces import Piece, StateError, common
 from megatron_het.elastic.state import Holdings, Snapshot, move
+from testing.threads import at_once
 from tests.unit.elastic.notes import plan
 
 WHOLE = {"w": torch.arange(6 * 8, dtype=torch.float32).view(6, 8), "b": torch.arange(100.0, 110.0)}
 Held = list[tuple[Piece, torch.Tensor]]
+TIMEOUT_S = 600.0
 
 
 def together(size: int, work: Callable[[Links], Any]) -> list[Any]:
@@ -44,11 +46,7 @@ def together(size: int, work: Callable[[Links], Any]) -> list[Any]:
             found[rank] = error
         links.close()
 
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
+    at_once(*(functools.partial(member, rank) for rank in range(size)))
     return found
 
 
@@ -233,25 +231,13 @@ def test_a_piece_is_json_and_back():
 # A copy that fails holds nobody; all ranks copy at the same pace.
 
 
-TIMEOUT_S, SOON_S = 600.0, 100.0
-
-
-def together_of_copies(*calls: Any) -> list[Any]:
-    threads = [threading.Thread(target=call, daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    return [thread.is_alive() for thread in threads]
-
-
 def test_nobody_waits_for_a_rank_whose_copy_failed():
     store, links = dist.HashStore(), {}
 
     def connect(rank: int) -> None:
         links[rank] = Links(store, rank, 4, TIMEOUT_S)
 
-    assert not any(together_of_copies(*(lambda r=rank: connect(r) for rank in range(4))))
+    assert not any(at_once(*(lambda r=rank: connect(r) for rank in range(4))))
     generation: Any = SimpleNamespace(nodes=("a", "b", "c", "d"))
     copies = {rank: Copies(1) for rank in (0, 1, 3)}
     for rank, mine in copies.items():
@@ -259,9 +245,7 @@ def test_nobody_waits_for_a_rank_whose_copy_failed():
     links.pop(2).close()  # rank 1 gives to it, rank 3 takes from it; rank 0 takes from rank 3
     snapshot: Any = Snapshot(1, 0, "", {}, {}, {})
     block: Any = None
-    alive = together_of_copies(
-        *(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0, Cost(0.0)) for r, m in copies.items())
-    )
+    alive = at_once(*(lambda m=m, r=r: m._exchange(links[r], snapshot, block, 0, Cost(0.0)) for r, m in copies.items()))
     assert not any(alive)
 
 
@@ -279,7 +263,7 @@ def test_ranks_agree_on_the_pace_of_the_slowest(capsys: pytest.CaptureFixture[st
             mine.pace.copied(Cost(0.01 if rank else 0.2))
             mine._agree([], False)
 
-    assert not any(together_of_copies(*(lambda r=rank: agree(r) for rank in range(2))))
+    assert not any(at_once(*(lambda r=rank: agree(r) for rank in range(2))))
     assert [mine.pace.every for mine in copies] == [7, 7]
     said = capsys.readouterr().out
     assert said.count("copies of the state in memory: after every 7 iterations (here a copy takes") == 1

@@ -1,6 +1,5 @@
 """Who does not answer is named on every rank."""
 
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron_het.runtime import training as roll_call
 from megatron_het.runtime.session import HetSession
 from megatron_het.runtime.training import RollCall
+from testing.threads import at_once
 
 LONG_S = 60.0
 
@@ -42,14 +42,7 @@ def test_the_silent_rank_is_named_on_all_others(store: dist.TCPStore, monkeypatc
     monkeypatch.setattr(roll_call, "time", Clock(store, (0, 1, 3)))
     present = {rank: RollCall(store, rank, 4, answer_s=LONG_S) for rank in (0, 1, 3)}
     said: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda rank=rank, call=call: said.update({rank: call.verdict()}), daemon=True)
-        for rank, call in present.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=LONG_S)
+    at_once(*(lambda rank=rank, call=call: said.update({rank: call.verdict()}) for rank, call in present.items()))
     assert set(said) == {0, 1, 3} and len(set(said.values())) == 1
     assert said[0].startswith("rank 2 does not answer")
 

@@ -221,7 +221,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: add_parameters(MINI, step="never"), "prefetch = "),  # type: ignore[arg-type]
     (lambda: add_parameters(add_parameters(MINI)), "parameter operations already"),
     (lambda: add_parameters(generate("ministage", Shape(((1,),), ((0, 0),), (2,)))), "every replica have microbatches"),
-    (lambda: add_activation_offload(MINI, ahead=0), "ahead = 0"),
     (lambda: add_activation_offload(add_activation_offload(MINI)), "already"),
     (lambda: add_activation_offload(generate("1f1b", Shape.uniform(2, 2), forward_only=True)), "forward only"),
     (lambda: add_sharded_passes(generate("gpipe", PASSES), zero=2), "not in the order"),
