@@ -7,20 +7,18 @@ rank and log its progress, and the training that follows must have the losses of
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cases import Case, CaseError, Setting, command, run_part
 from megatron_het.safe_io import read_json
 from megatron_het.store import free_port
 from testing.cases import platform_words
-from testing.compare import BOUNDS, relative
+from testing.compare import BOUNDS, relative, reported_losses
 
 _RANKS, _ITERATIONS = 2, 3
 
@@ -77,7 +75,8 @@ def search(setting: Setting) -> dict[str, Any]:
         raise CaseError(f"the search did not come to the limit of memory: sizes {curves} of at most {most}")
     if not full or (is_cuda and not all("out of memory" in line for line in full)):
         raise CaseError("\n".join(["nothing says that memory was full", *text.splitlines()[-10:]]))
-    apart = relative(_losses(setting.folder / "searched"), _losses(setting.folder / "alone"), "losses")
+    found_losses, expected = (list(reported_losses(setting.folder / name).values()) for name in ("searched", "alone"))
+    apart = relative(found_losses, expected, "losses")
     bound = BOUNDS[setting.device]["bf16" if is_cuda else "fp32"]["loss"]
     result = {"zero": found["zero"], "curves": found["curves"], "passes": found["passes"], "full": full}
     if not apart <= bound:
@@ -91,11 +90,6 @@ def _run(setting: Setting, name: str, ranks: int, words: Sequence[str], more: Ma
     launch += ["--het-report", str(setting.folder / name)]
     log = setting.folder / f"{name}.log"
     return command([sys.executable, *launch], log, setting.left_s(110.0), setting.environment() | dict(more))
-
-
-def _losses(folder: Path) -> list[float]:
-    report = json.loads((folder / "rank-0.json").read_text(encoding="utf-8"))
-    return [loss for _, loss in report["losses"]]
 
 
 def cases(setting: Setting, _options: argparse.Namespace) -> Mapping[str, Case]:

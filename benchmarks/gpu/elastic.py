@@ -54,9 +54,9 @@ def death(setting: Setting) -> dict[str, Any]:
 def _job(setting: Setting, name: str, *, kills: bool) -> tuple[list[dict[str, Any]], float]:
     """Run a job to its end; returns the controller's history, and the time at which a worker was killed."""
     folder, killed_s = setting.folder / name, 0.0
-    environment, restarts = setting.environment(), "1" if kills else "0"
-    job = ElasticJob(folder, _ITERATIONS, restarts, nodes={"a": _WORKERS}, device=setting.device, variables=environment)
-    with job:
+    copy_every = "1" if kills else "0"  # only who loses a rank needs its state
+    options: dict[str, Any] = {"device": setting.device, "variables": setting.environment()}
+    with ElasticJob(folder, _ITERATIONS, copy_every, nodes={"a": _WORKERS}, **options) as job:
         while job.exit_code() is None:
             if kills and not killed_s and job.has_reached(_BEFORE):
                 os.kill(job.workers("a")[-1], signal.SIGKILL)

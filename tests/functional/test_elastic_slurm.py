@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from examples.llama.job import CPU_ARGUMENTS, model_of
-from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.plan import Plan
 from tests.functional import slurm_cluster
-from tests.unit.planner.emit_plans import nodes_of
+from tests.unit.planner.emit_plans import TINY, make_plan, nodes_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import model_arguments
@@ -31,9 +31,8 @@ pytestmark = [
 
 def plan(*second: str, first: str = "big") -> Plan:
     routes = [tuple(range(q, 4, len(second))) for q in range(len(second))]
-    replicas = tuple(Replica((1 + q,), route, kind) for q, (route, kind) in enumerate(zip(routes, second, strict=True)))
-    stages = (Stage((2,), (Replica((0,), (0, 1, 2, 3), first),)), Stage((1,), replicas))
-    return Plan(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), TrainingShape(1, 4), stages)
+    replicas = [((1 + q,), route, kind) for q, (route, kind) in enumerate(zip(routes, second, strict=True))]
+    return make_plan(((2,), [((0,), (0, 1, 2, 3), first)]), ((1,), replicas), model=TINY)
 
 
 PLANS = (plan("small", "small"), plan("small"))

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from examples.llama.job import CPU_ARGUMENTS, model_of
-from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape
+from megatron_het.plan import Plan
 from megatron_het.store import free_port
 from testing.runner import end_session
-from tests.unit.planner.emit_plans import in_pods, nodes_of
+from tests.unit.planner.emit_plans import TINY, in_pods, make_plan, nodes_of
 from tests.unit.planner.pods import pods_of
 from tools.planner.emit.command import emit
 from tools.planner.emit.elastic import ElasticOptions
@@ -33,9 +33,8 @@ pytestmark = pytest.mark.full
 
 def three_kinds() -> Plan:
     """A stage on the first kind, and a replica of the second stage on each of the others."""
-    replicas = (Replica((1,), (0, 2, 3), "middle"), Replica((2,), (1,), "slow"))
-    stages = (Stage((2,), (Replica((0,), (0, 1, 2, 3), "fast"),)), Stage((1,), replicas))
-    return Plan(ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64), TrainingShape(1, 4), stages)
+    replicas = [((1,), (0, 2, 3), "middle"), ((2,), (1,), "slow")]
+    return make_plan(((2,), [((0,), (0, 1, 2, 3), "fast")]), ((1,), replicas), model=TINY)
 
 
 def write(out: Path, target: Any, elastic: bool) -> Path:

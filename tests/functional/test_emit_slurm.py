@@ -17,9 +17,9 @@ from examples.llama.job import CPU_ARGUMENTS, model_of
 from examples.llama.pinned import SLOWED_VARIABLE
 from megatron_het.doctor.check import Expectations, LinkExpectation
 from megatron_het.doctor.links import pairs_of
-from megatron_het.plan import ModelShape, Plan, Replica, Stage, TrainingShape, plan_hash
+from megatron_het.plan import Plan, plan_hash
 from tests.functional.selected import tiers
-from tests.unit.planner.emit_plans import changed, nodes_of, program
+from tests.unit.planner.emit_plans import TINY, changed, make_plan, nodes_of, program
 from tools.planner.emit.command import Emitted, emit
 from tools.planner.emit.elastic import ElasticOptions
 from tools.planner.emit.flags import model_arguments
@@ -39,14 +39,8 @@ pytestmark = pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"no Slurm
 
 def uneven_plan() -> Plan:
     """Two ranks on one node, one each on two others; nothing about it is even."""
-    return Plan(
-        ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64),
-        TrainingShape(1, 4),
-        (
-            Stage((2,), (Replica((0,), (0, 2, 3), "big"), Replica((1,), (1,), "small"))),
-            Stage((1,), (Replica((2,), (0, 1), "big"), Replica((3,), (2, 3), "small"))),
-        ),
-    )
+    first = ((2,), [((0,), (0, 2, 3), "big"), ((1,), (1,), "small")])
+    return make_plan(first, ((1,), [((2,), (0, 1), "big"), ((3,), (2, 3), "small")]), model=TINY)
 
 
 @pytest.fixture(scope="module")

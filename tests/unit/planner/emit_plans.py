@@ -17,6 +17,7 @@ MIDDLE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_att
 WIDE = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 16, "vocab_size": 32000,
         "seq_length": 1024, "global_batch_size": 64}  # fmt: skip
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
+TINY = ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64)  # trains in seconds on a CPU
 
 
 def nodes_of(gpu: str, devices: int, count: int = 64, **more: Any) -> NodeGroup:
@@ -70,11 +71,12 @@ def make_plan(
     *stages: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], str]]],
     batch: int = 4,
     schedule: str = "1f1b",
+    model: ModelShape = MODEL,
     **training: object,
 ) -> Plan:
     """(layers per chunk, [(ranks, microbatches, device), ...]) per stage."""
     return Plan(
-        MODEL,
+        model,
         TrainingShape(1, batch, **training),  # type: ignore[arg-type]
         tuple(Stage(layers, tuple(Replica(r, m, d) for r, m, d in replicas)) for layers, replicas in stages),
         ScheduleSpec(schedule),
