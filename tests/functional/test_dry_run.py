@@ -1,6 +1,5 @@
 """A dry run of a rank holds, computes and sends, to the byte, what a real run does; ``plan --verify`` asks it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from benchmarks.dry_run import compare, dry_run_cases
 from testing.planner_cases import write_inputs
 from testing.runner import Runner
 from tests.functional.selected import tiers
-from tools.planner.__main__ import main
+from tests.unit.planner.emit_plans import answer
 
 _CHOSEN = (
     "1f1b, distributed optimizer, bf16",
@@ -53,10 +52,8 @@ recompute: [none]
 
 def test_the_planner_verifies_with_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = write_inputs(tmp_path, _CLUSTER, _MODEL)
-    words = ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--json"]
-    assert main([*words, "--verify"]) == 0
-    body = json.loads(capsys.readouterr().out)
-    found = body["verify"]
+    words = ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--verify"]
+    found = answer(capsys, words)["verify"]
     assert found["complete"] and found["searches"] == 1 and not found["left"], found
     assert found["ranks"]
     for check in found["ranks"]:

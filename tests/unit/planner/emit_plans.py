@@ -1,12 +1,17 @@
 """Model files that tests of the planner share, and plans that those of the launch files share."""
 
+import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_het.plan import ModelShape, Plan, Replica, ScheduleSpec, Stage, TrainingShape
+from tools.planner.__main__ import main
 from tools.planner.emit.scripts import LaunchOptions
 from tools.planner.inputs.cluster import KubernetesSettings, NodeGroup, SkypilotSettings, SlurmSettings
 
@@ -18,6 +23,13 @@ WIDE = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "num_atte
         "seq_length": 1024, "global_batch_size": 64}  # fmt: skip
 MODEL = ModelShape(8, 64, 4, 2, 32, ffn_hidden_size=128)
 TINY = ModelShape(3, 32, 4, 2, 32, ffn_hidden_size=64)  # trains in seconds on a CPU
+
+
+def answer(capsys: pytest.CaptureFixture[str], words: Sequence[str], code: int = 0) -> dict[str, Any]:
+    """What a command of the planner prints with ``--json``."""
+    assert main([*words, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
 def nodes_of(gpu: str, devices: int, count: int = 64, **more: Any) -> NodeGroup:

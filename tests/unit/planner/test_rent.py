@@ -1,6 +1,5 @@
 """``het-plan rent``: the ladder, the rung that is chosen, interruptions, and what is refused."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.planner.emit_plans import MIDDLE
+from tests.unit.planner.emit_plans import MIDDLE, answer
 from tools.planner.__main__ import main
 from tools.planner.inputs.cluster import load_cluster
 from tools.planner.replay import command, rent
@@ -49,14 +48,8 @@ def _words(folder: Path, *more: str) -> list[str]:
     return ["rent", "--cluster", str(folder / "c.yaml"), "--model", str(folder / "m.yaml"), *more]
 
 
-def _answer(capsys: Said, words: list[str], code: int = 0) -> dict[str, Any]:
-    assert main([*words, "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_what_brings_most_for_its_price_comes_first(searched: Pools, tmp_path: Path, capsys: Said) -> None:
-    body = _answer(capsys, _words(tmp_path))
+    body = answer(capsys, _words(tmp_path))
     pools = [tuple(rung["nodes"]) for rung in body["rungs"]]
     assert pools == [(2, 0, 0), (3, 0, 0), (4, 0, 0), (4, 1, 0), (4, 2, 0)]  # no plan has one node; T4 bring nothing
     tokens = [rung["tokens_per_s"] for rung in body["rungs"]]
@@ -80,7 +73,7 @@ def test_nodes_that_a_plan_leaves_idle_are_given_back(
 
     monkeypatch.setattr(command, "_search_pool", search)
     _write(tmp_path, [NODES[0] | {"usd_per_gpu_hour": 4.0}, *NODES[1:]])
-    rungs = _answer(capsys, _words(tmp_path))["rungs"]
+    rungs = answer(capsys, _words(tmp_path))["rungs"]
     assert [rung["nodes"] for rung in rungs] == [[0, 1, 0], [0, 2, 0], [4, 0, 0]]
     assert rungs[-1]["added"] == "4 nodes of 2 A100-40, without 2 nodes of 2 A10G"
     assert rungs[-1]["usd_per_hour"] == pytest.approx(4 * 2 * 4.0)
@@ -88,7 +81,7 @@ def test_nodes_that_a_plan_leaves_idle_are_given_back(
 
 def test_nodes_at_two_prices_are_told_apart(searched: Pools, tmp_path: Path, capsys: Said) -> None:
     _write(tmp_path, [NODES[0] | {"count": 2}, NODES[0] | {"count": 2, "usd_per_gpu_hour": 2.5}])
-    added = [rung["added"] for rung in _answer(capsys, _words(tmp_path))["rungs"]]
+    added = [rung["added"] for rung in answer(capsys, _words(tmp_path))["rungs"]]
     assert added[0] == "2 nodes of 2 A100-40 at USD 1" and added[-1].endswith("of 2 A100-40 at USD 2.5")
 
 
@@ -96,7 +89,7 @@ def test_ctrl_c_ends_the_command(searched: Pools, tmp_path: Path, capsys: Said, 
     """In the search of the second rung, with the first one printed; in a search, which ends with what it has found."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     monkeypatch.setattr(rent.Ladder, "_next", lambda *_: signal.raise_signal(signal.SIGINT))
-    body = _answer(capsys, _words(tmp_path), code=130)
+    body = answer(capsys, _words(tmp_path), code=130)
     assert len(body["rungs"]) == 1 and body["interrupted"]
     monkeypatch.setattr(methods, "search", lambda *_: SearchResult("auto", interrupted=True))
     with pytest.raises(KeyboardInterrupt):
@@ -110,7 +103,7 @@ def test_nodes_that_cannot_bring_more_are_not_searched(
         return 1 / max(1e-9, sum(n * rate for n, rate in zip(pool, RATES)))
 
     monkeypatch.setattr(rent.Ladder, "_least_s", least_s)
-    _answer(capsys, _words(tmp_path))
+    answer(capsys, _words(tmp_path))
     assert (3, 1, 0) not in searched and not any(pool[0] and pool[2] for pool in searched)
 
 
@@ -127,7 +120,7 @@ def test_the_rung_is_chosen_for_the_job(
     searched: Pools, tmp_path: Path, capsys: Said, limits: tuple[str, ...], pool: tuple[int, ...]
 ) -> None:
     out = tmp_path / "rented.yaml"
-    body = _answer(capsys, _words(tmp_path, "--train-iters", "36000", *limits, "--out", str(out)))
+    body = answer(capsys, _words(tmp_path, "--train-iters", "36000", *limits, "--out", str(out)))
     rung = body["rungs"][body["chosen"]]
     assert tuple(rung["nodes"]) == pool
     assert rung["hours"] * rung["usd_per_hour"] == pytest.approx(rung["usd"])
@@ -138,7 +131,7 @@ def test_interruptions_cost_time(searched: Pools, tmp_path: Path, capsys: Said) 
     """Two interruptions a day of each of four nodes, with pauses of 300 s: 8 x 900 s, and half an iteration each."""
     _write(tmp_path, [{**NODES[0], "interruptions_per_day": 2.0}])
     pauses = ["--death-s", "300", "--join-s", "300", "--start-s", "1200"]
-    rung = _answer(capsys, _words(tmp_path, "--train-iters", "1200", *pauses))["rungs"][-1]
+    rung = answer(capsys, _words(tmp_path, "--train-iters", "1200", *pauses))["rungs"][-1]
     assert rung["goodput"] == pytest.approx(1 / (1 + 8 * (300 + 300 + 1 / 24 + 300) / 86400))
     assert rung["hours"] == pytest.approx(1200 / 12 / rung["goodput"] / 3600)
 
@@ -155,20 +148,20 @@ def test_interruptions_cost_time(searched: Pools, tmp_path: Path, capsys: Said) 
 def test_what_cannot_be_is_refused(
     searched: Pools, tmp_path: Path, capsys: Said, more: tuple[str, ...], key: str, said: str
 ) -> None:
-    error = _answer(capsys, _words(tmp_path, *more), code=2)["error"]
+    error = answer(capsys, _words(tmp_path, *more), code=2)["error"]
     assert error["key"] == key and said in error["problem"]
 
 
 def test_prices_are_needed(tmp_path: Path, capsys: Said) -> None:
     _write(tmp_path, [{"gpu": "T4", "count": 1, "gpus_per_node": 2}])
-    assert _answer(capsys, _words(tmp_path), code=2)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
+    assert answer(capsys, _words(tmp_path), code=2)["error"]["key"] == "nodes[0].usd_per_gpu_hour"
 
 
 def test_plans_are_those_of_the_search(tmp_path: Path, capsys: Said) -> None:
     """A first node, a second one and one of another price, searched for real, with a picture."""
     _write(tmp_path, [{**NODES[0], "count": 2}, {**NODES[1], "count": 1, "usd_per_gpu_hour": 0.5}])
     picture = tmp_path / "p.svg"
-    body = _answer(capsys, _words(tmp_path, "--schedules", "1f1b", "--picture", str(picture)))
+    body = answer(capsys, _words(tmp_path, "--schedules", "1f1b", "--picture", str(picture)))
     assert body["rungs"] and picture.stat().st_size > 1000
     tokens = [rung["tokens_per_s"] for rung in body["rungs"]]
     assert tokens == sorted(tokens) and all("1f1b" in rung["plan"] for rung in body["rungs"])

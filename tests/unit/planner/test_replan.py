@@ -11,6 +11,7 @@ import pytest
 from megatron_het.plan import load_plan, save_plan
 from testing.planner_cases import estimator_of, processors, write_inputs
 from tests.unit.planner import watched_runs as runs
+from tests.unit.planner.emit_plans import answer
 from tools.planner.__main__ import main
 from tools.planner.errors import PlannerError
 from tools.planner.inputs.cluster import Cluster, NodeGroup, cluster_from_document, load_cluster
@@ -120,8 +121,7 @@ def _folder(tmp_path: Path) -> Path:
 
 def test_the_command_finds_the_files_of_a_run_and_writes_the_better_plan(tmp_path: Path, capsys: Said) -> None:
     folder = _folder(tmp_path)
-    assert main(["replan", str(folder), "--schedules", "1f1b", "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = answer(capsys, ["replan", str(folder), "--schedules", "1f1b"])
     better = load_plan(folder / "plan-2.json")
     assert better.predicted is not None and better.predicted.costs is not None
     assert better.predicted.iteration_s == pytest.approx(body["predicted_after_s"])
@@ -278,10 +278,9 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     (tmp_path / "trace.csv").write_text("time_s,gpu,nodes\n600,T4,1\n1200,T4,2\n3600,T4,2\n")
     pauses = {"pause_s": {kind: {"whole": 5.0} for kind in policies.CHANGES}, "restart_s": 100.0}
     (tmp_path / "pauses.json").write_text(json.dumps(pauses))
-    words = ["replay", str(tmp_path / "trace.csv"), *inputs, "--schedules", "1f1b", "--json", "--limit-s", "20"]
+    words = ["replay", str(tmp_path / "trace.csv"), *inputs, "--schedules", "1f1b", "--limit-s", "20"]
     words += ["--pauses", str(tmp_path / "pauses.json"), "--picture", str(tmp_path / "out.svg"), "--save-every", "1000"]
-    assert main([*words, "--html", str(tmp_path / "out.html")]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = answer(capsys, [*words, "--html", str(tmp_path / "out.html")])
     elastic, restart, full = said["policies"]
     assert elastic["goodput"] > restart["goodput"] > full["goodput"] > 0
     assert (elastic["paused_s"], restart["paused_s"], full["paused_s"]) == (10.0, 200.0, 100.0)
@@ -298,12 +297,11 @@ def test_the_command(tmp_path: Path, capsys: Said) -> None:
     wholes = {mb: {kind: {"whole": 5 + mb / 1e6} for kind in policies.CHANGES} for mb in (50, 200)}
     sizes = [{"state_bytes": mb * 1e6, "pause_s": whole} for mb, whole in wholes.items()]
     (tmp_path / "pauses.json").write_text(json.dumps({"sizes": sizes}))
-    assert main([*words, "--join-s", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)["pauses"]
+    told = answer(capsys, [*words, "--join-s", "3"])["pauses"]
     assert told["join_s"]["value"] == 3.0 and told["restart_s"]["value"] > policies.Costs().restart_s + 0.1
     assert 5.0 < told["leave_s"]["value"] == told["death_s"]["value"] < 5.05, "5 s, and 1 s for 10^12 bytes of state"
     (tmp_path / "pauses.json").write_text("{}")
-    assert main(words) == 2 and "benchmarks.elastic" in capsys.readouterr().out
+    assert main(words) == 2 and "benchmarks.elastic" in capsys.readouterr().err
 
 
 def test_a_save_at_notice_counts_when_a_node_fails_later() -> None:

@@ -16,6 +16,7 @@ from megatron_het.plan import Plan, ScheduleSpec, save_plan
 from testing.cases import FFN, GROUPS, HEADS, HIDDEN, MICROBATCHES, SEQUENCE, build_plan
 from testing.planner_cases import write_inputs
 from tests.unit.planner.eight_layers import estimator, model
+from tests.unit.planner.emit_plans import answer
 from tools.planner.__main__ import main
 from tools.planner.cli import commands, dry_run
 from tools.planner.cli import dry_run as verify
@@ -45,7 +46,7 @@ Dry, Said, Patch = Callable[[Peaks], list[dict[str, Any]]], pytest.CaptureFixtur
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     files = write_inputs(tmp_path, CLUSTER, MODEL)
-    return ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--json", "--verify"]
+    return ["plan", *files, "--out", str(tmp_path / "plan.json"), "--schedules", "1f1b", "--verify"]
 
 
 @pytest.fixture
@@ -72,15 +73,9 @@ def dry(monkeypatch: Patch) -> Dry:
     return stand_in
 
 
-def answer(words: list[str], capsys: Said, code: int = 0) -> dict[str, Any]:
-    assert main(words) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_a_plan_that_fits_is_written(words: list[str], dry: Dry, capsys: Said) -> None:
     calls = dry(lambda call, rank: 20.0 * GIB)
-    found = answer([*words, "--verify-limit-s", "50"], capsys)["verify"]
+    found = answer(capsys, [*words, "--verify-limit-s", "50"])["verify"]
     assert len(calls) == 1 and calls[0]["limit_s"] == verify.RANK_S and calls[0]["bound_s"] == 50.0
     assert found["complete"] and found["searches"] == 1 and not found["left"]
     assert [check["rank"] for check in found["ranks"]] == sorted(calls[0]["ranks"])
@@ -90,9 +85,9 @@ def test_a_plan_that_fits_is_written(words: list[str], dry: Dry, capsys: Said) -
 
 
 def test_the_next_finalist_is_taken(words: list[str], dry: Dry, capsys: Said) -> None:
-    plain = answer(words[:-1], capsys)
+    plain = answer(capsys, words[:-1])
     calls = dry(lambda call, rank: (40.0 if call == 1 else 20.0) * GIB)
-    body = answer(words, capsys)
+    body = answer(capsys, words)
     assert len(calls) == 2 and body["verify"]["searches"] == 1
     assert len(body["verify"]["left"]) == 1 and "needs 4" in body["verify"]["left"][0]
     assert body["iteration_s"] >= plain["iteration_s"]
@@ -101,14 +96,14 @@ def test_the_next_finalist_is_taken(words: list[str], dry: Dry, capsys: Said) ->
 
 def test_the_plan_is_searched_again_with_a_smaller_share_of_memory(words: list[str], dry: Dry, capsys: Said) -> None:
     dry(lambda call, rank: (40.0 if call <= verify.FINALISTS else 20.0) * GIB)
-    found = answer(words, capsys)["verify"]
+    found = answer(capsys, words)["verify"]
     assert found["searches"] == 2 and len(found["left"]) == verify.FINALISTS
     assert found["memory_margin"] <= 0.95 - verify.LEAST_STEP
 
 
 def test_no_plan_is_written_where_none_fits(words: list[str], dry: Dry, capsys: Said, tmp_path: Path) -> None:
     calls = dry(lambda call, rank: 41.0 * GIB)
-    error = answer(words, capsys, code=2)["error"]
+    error = answer(capsys, words, code=2)["error"]
     assert error["key"] == "--verify" and "needs 4" in error["problem"]
     assert len(calls) <= verify.SEARCHES * verify.FINALISTS
     assert not (tmp_path / "plan.json").exists()
@@ -116,9 +111,9 @@ def test_no_plan_is_written_where_none_fits(words: list[str], dry: Dry, capsys: 
 
 def test_ranks_without_figures_are_named(words: list[str], monkeypatch: Patch, capsys: Said) -> None:
     monkeypatch.setattr(verify, "run_ranks", lambda ranks, *rest, **more: {r: {"error": "too slow"} for r in ranks})
-    found = answer(words, capsys)["verify"]
+    found = answer(capsys, words)["verify"]
     assert not found["complete"] and {check["error"] for check in found["ranks"]} == {"too slow"}
-    assert main([w for w in words if w != "--json"]) == 0
+    assert main(words) == 0
     ranks = ", ".join(str(check["rank"]) for check in found["ranks"])
     assert f"\nnot verified: rank{'s' * (len(found['ranks']) > 1)} {ranks}: too slow\n" in capsys.readouterr().out
 
@@ -135,12 +130,12 @@ def test_progress_counts_the_ranks_that_are_done(words: list[str], monkeypatch: 
     init = verify.Verifier.__init__
     monkeypatch.setattr(verify.Verifier, "__init__", lambda own, *rest: (made.append(own), init(own, *rest))[1])
     monkeypatch.setattr(verify, "run_ranks", run_ranks)
-    found = answer(words, capsys)["verify"]
+    found = answer(capsys, words)["verify"]
     assert seen == [f"dry runs of ranks: 1 of {len(found['ranks'])} kinds done, 900 s at most"]
 
 
 def test_the_reason_is_said_where_nobody_left_dry_runs_out(words: list[str], monkeypatch: Patch, capsys: Said) -> None:
-    plain = [word for word in words if word not in ("--verify", "--json")]
+    plain = words[:-1]
     said = "not checked by dry runs of ranks: with more than 3 GPUs"
     monkeypatch.setattr(verify, "MOST_GPUS", 3)
     assert main(plain) == 0 and said not in capsys.readouterr().out  # the tests' own environment leaves them out
@@ -184,7 +179,7 @@ def test_a_plan_of_many_microbatches_runs_the_first_ones_dry() -> None:
 
 def test_a_model_that_cannot_run_is_refused_before_the_search(words: list[str], capsys: Said, tmp_path: Path) -> None:
     (tmp_path / "m.yaml").write_text(MODEL + "attention_window: 64\nwindowed_layers: 0.3\n", encoding="utf-8")
-    error = answer(words, capsys, code=2)["error"]
+    error = answer(capsys, words, code=2)["error"]
     assert error["key"] == "attention_window" and error["hint"] == "Give --no-verify"
 
 
@@ -192,14 +187,14 @@ def test_it_is_on_where_dry_runs_are_possible(words: list[str], dry: Dry, capsys
     pytest.importorskip("megatron.core")
     calls = dry(lambda call, rank: 20.0 * GIB)
     plain = words[:-1]
-    assert "verify" not in answer(plain, capsys)  # the tests' own environment says so
+    assert "verify" not in answer(capsys, plain)  # the tests' own environment says so
     monkeypatch.delenv("HET_PLAN_VERIFY")
-    assert answer(plain, capsys)["verify"]["limit_s"] == verify.UNASKED_S and len(calls) == 1
-    assert "verify" not in answer([*plain, "--no-verify"], capsys) and len(calls) == 1
+    assert answer(capsys, plain)["verify"]["limit_s"] == verify.UNASKED_S and len(calls) == 1
+    assert "verify" not in answer(capsys, [*plain, "--no-verify"]) and len(calls) == 1
     search = commands.search
     monkeypatch.setattr(commands, "search", lambda *given: replace(search(*given), interrupted=True))
-    assert "verify" not in answer(plain, capsys) and len(calls) == 1  # whoever presses Ctrl-C waits for nothing
-    assert answer(words, capsys)["verify"] and len(calls) == 2
+    assert "verify" not in answer(capsys, plain) and len(calls) == 1  # whoever presses Ctrl-C waits for nothing
+    assert answer(capsys, words)["verify"] and len(calls) == 2
 
 
 def test_ranks_without_transformer_engine_keep_their_attention_matrices(
@@ -213,7 +208,7 @@ def test_ranks_without_transformer_engine_keep_their_attention_matrices(
 
     monkeypatch.setattr(verify, "run_ranks", run_ranks)
     (tmp_path / "c.yaml").write_text(CLUSTER.replace("A100-40", "V100-32"), encoding="utf-8")
-    answer([*words, "--precision", "fp16"], capsys)
+    answer(capsys, [*words, "--precision", "fp16"])
     assert kernels == ["local"]
 
 
