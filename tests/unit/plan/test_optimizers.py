@@ -18,7 +18,7 @@ from tests.unit.plan.test_refusals import arguments, made
 EMERGING = ("lion", "muon")
 ALL = ("adam", "sgd", *EMERGING, "dist_muon", "adaptive_muon", "soap")
 PLAIN_SHARDS = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
-NEEDED = ("emerging_optimizers", "absl", "triton")
+NEEDED = ("emerging_optimizers", "absl", "triton", "transformer_engine")
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,13 @@ def test_the_package_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) ->
         check(ONE, optimizer="sgd")
         with pytest.raises(PlanError, match=f"--optimizer = '{name}'.*{reason}"):
             check(ONE, optimizer=name)
+
+
+def test_moments_of_other_precision_need_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, TESTED, "transformer_engine")
+    check(DIVIDED, use_precision_aware_optimizer=True, optimizer_cpu_offload=True)
+    with refusal("--use-precision-aware-optimizer = True.*not installed. Leave it out"):
+        check(DIVIDED, use_precision_aware_optimizer=True)
 
 
 def test_every_optimizer_of_megatron_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
