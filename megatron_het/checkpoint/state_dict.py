@@ -78,6 +78,7 @@ def restore(state: dict[str, Any]) -> None:
     tracker.set_states({name: convert(own, to_graphable=of_graphs) for name, own in state["tracker"].items()})
 
 
+_OUTPUT_STATE = "output_layer._extra_state"
 Copies = Callable[[Sequence[Tensor]], Mapping[Tensor, Tensor]]
 
 
@@ -117,6 +118,9 @@ class StateDictHook:
             state = original(args, model, optimizer, opt_param_scheduler, None, **keywords)
             if not loading and any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
                 _count_no_step(state.get("optimizer"))
+            for part in state.values() if loading else ():  # older checkpoints of a split vocabulary lack it
+                if isinstance(part, dict) and getattr(part.get(_OUTPUT_STATE), "data", None) is None:
+                    part.pop(_OUTPUT_STATE, None)
             if "optimizer" in state:
                 state["optimizer"] = as_one_optimizer(state["optimizer"])
             return self._with_copies(state, freed=True)[0] if loading else self._for_saving(state, args)
@@ -285,10 +289,8 @@ def _count_no_step(state: Any) -> None:
     if not isinstance(state, dict):
         return
     own = state.get("state")
-    if isinstance(own, dict):
-        if any("exp_avg_sq" in found for found in own.values() if isinstance(found, dict)):
-            own.setdefault("common_step", torch.tensor(0.0))
-        return
+    if isinstance(own, dict) and any("exp_avg_sq" in found for found in own.values() if isinstance(found, dict)):
+        own.setdefault("common_step", torch.tensor(0.0))
     for value in state.values():
         _count_no_step(value)
 

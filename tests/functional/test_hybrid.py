@@ -196,8 +196,9 @@ def relayed(lab: Lab, legs: list[tuple[Case, int]]) -> list[float]:
 
 
 def test_a_checkpoint_goes_to_the_hybrid_twin_and_back(lab: Lab) -> None:
-    """With the state of the optimizer: as if one of them had trained all the time."""
-    found = relayed(lab, [(GPT, 1), (TWINS[0], 2), (GPT, lab.steps)])
+    """With the state of the optimizer, and over a split vocabulary: as if one of them had trained all the time."""
+    by_name = {case.name: case for case in TWINS}
+    found = relayed(lab, [(GPT, 1), (by_name["twin-vocabulary"], 2), (by_name["twin-1f1b"], 3), (GPT, lab.steps)])
     assert found == pytest.approx(reference_losses(lab.reference(GPT))["losses"], rel=BAR)
 
 

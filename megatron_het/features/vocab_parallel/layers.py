@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -248,11 +248,15 @@ class SplitOutputLayer(ColumnParallelLinear):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """See Megatron; the key is that of the whole output layer."""
-        if self.weight is None:
-            return {}
-        key = f"{prefix}weight"
-        return {key: self.shard.for_checkpoint(self.weight, key, metadata or {})}
+        """See Megatron; the keys are those of the whole output layer, a hybrid model's empty state too."""
+        found: dict[str, Any] = {}
+        if self.shard.first == 0:
+            key, replica = f"{prefix}_extra_state", (0, 0, (metadata or {})["dp_cp_group"].rank())
+            found[key] = ShardedObject(key, None, (1,), (0,), replica)
+        if self.weight is not None:
+            key = f"{prefix}weight"
+            found[key] = self.shard.for_checkpoint(self.weight, key, metadata or {})
+        return found
 
 
 class SplitEmbedding(VocabParallelEmbedding):
