@@ -23,12 +23,13 @@ from tools.planner.costs.candidate import Candidate, Group, Stage
 from tools.planner.costs.estimate import Estimator
 from tools.planner.costs.simulation import WHOLE_PROGRAM, block_s, operations_of, work_of
 from tools.planner.costs.stages import rows_of
-from tools.planner.inputs.cluster import Cluster, NodeGroup
+from tools.planner.inputs.cluster import Cluster, NodeGroup, ZoneLink
 from tools.planner.inputs.model_parts import Experts
 from tools.planner.search import finish
 from tools.planner.search import methods as choices
 from tools.planner.search.balance import balance, relieved
 from tools.planner.search.candidate_cache import CandidateCache
+from tools.planner.search.finish import simulated
 from tools.planner.search.methods import (
     best_regular,
     changes,
@@ -39,6 +40,7 @@ from tools.planner.search.methods import (
     with_experts,
 )
 from tools.planner.search.outcome import Effort, Found, Goal, Progress, SearchResult
+from tools.planner.search.pools import expand, merge
 
 GOAL = Goal()
 
@@ -221,7 +223,7 @@ def test_regular_pipelines_fit_and_use_all_kinds() -> None:
     nodes = (NodeGroup(gpu="H100-SXM", count=2, gpus_per_node=8), NodeGroup(gpu="A100-80", count=2, gpus_per_node=8))
     model = estimator(seq_length=131072, global_batch_size=4).model
     priced = estimator_of(Cluster(nodes=nodes), model)
-    found = best_regular(priced, GOAL, in_slices(priced, GOAL))
+    found = best_regular(priced, GOAL, in_slices)
     assert {tuple(c.gpus()) for c, _ in found} == {(0,), (1,), (0, 1)}
     for c, estimate in found:
         assert priced.fits(estimate) and c.slices >= len(c.stages)
@@ -229,6 +231,22 @@ def test_regular_pipelines_fit_and_use_all_kinds() -> None:
     for c in in_slices(priced, GOAL, mixed=True):
         tp = {g.pool: g.tp for s in c.stages for g in s.groups}
         assert tp.keys() == {0, 1} and max(tp.values()) == 2 * min(tp.values())
+
+
+def test_regular_stages_may_straddle_zones_and_groups_of_equal_nodes() -> None:
+    """Of two zones with 6 GPUs each, stages of 4 GPUs took only one each."""
+    model = estimator(seq_length=131072, global_batch_size=4).model
+    node = NodeGroup(gpu="A100-80", count=6, gpus_per_node=2, network_bytes_per_s=400e9)
+    half, other = (node.model_copy(update={"count": 3, "zone": zone}) for zone in ("a-1", "a-2"))
+    links = (ZoneLink(between=("a-1", "a-2"), bytes_per_s=400e9),)
+    times = []
+    for nodes in ((node,), (half, half), (half, other)):
+        priced = estimator_of(Cluster(nodes=nodes, links=links if other in nodes else ()), model)
+        found = [simulated(priced, *pair) for pair in best_regular(priced, GOAL, in_slices)]
+        times.append(min(f.iteration_s for f in found if f is not None))
+    assert times[1:] == pytest.approx([times[0]] * 2, rel=0.01)
+    three = Candidate((Stage(8, (Group(0, 2, 3),)),), 1, cp=2)  # a zone has room for one replica, with 2 GPUs left
+    assert not expand(merge(priced), priced.cluster, three).stages
 
 
 def of_two_kinds(first: str, second: str, **changes: object) -> Estimator:
@@ -241,7 +259,7 @@ def of_two_kinds(first: str, second: str, **changes: object) -> Estimator:
 def test_replicas_of_several_kinds_fit_and_have_all_gpus() -> None:
     """In one stage, and in several under slices."""
     priced = of_two_kinds("H100-SXM", "A100-80")
-    found = best_regular(priced, GOAL, of_kinds_together(priced, GOAL))
+    found = best_regular(priced, GOAL, of_kinds_together)
     assert {len(c.stages) for c, _ in found} >= {1, 2}
     for c, estimate in found:
         assert priced.fits(estimate) and c.gpus() == {0: 8, 1: 16}
@@ -270,13 +288,13 @@ def test_regular_plans_with_experts_are_of_each_kind_alone_too(objective: str) -
     nodes = tuple(NodeGroup(gpu=gpu, count=1, gpus_per_node=8, usd_per_gpu_hour=usd) for gpu, usd in kinds.items())
     model = estimator(experts=Experts(count=8, top_k=2, ffn_hidden_size=14336)).model
     priced, goal = estimator_of(Cluster(nodes=nodes), model), Goal(objective)
-    found = best_regular(priced, goal, with_experts(priced, goal))
+    found = best_regular(priced, goal, with_experts)
     assert {frozenset({0}), frozenset({0, 1})} <= {frozenset(c.gpus()) for c, _ in found}
     least = min(goal.value(e) for c, e in found if set(c.gpus()) == {0})
     one = priced.only([0])
-    alone = best_regular(one, goal, with_experts(one, goal))
+    alone = best_regular(one, goal, with_experts)
     assert least == pytest.approx(min(goal.value(estimate) for _, estimate in alone))
-    near = best_regular(priced, goal, with_experts(priced, goal), 1.04 * least)
+    near = best_regular(priced, goal, with_experts, 1.04 * least)
     assert near and all(goal.value(estimate) <= 1.04 * least for _, estimate in near)
 
 
@@ -288,7 +306,7 @@ def test_regular_plans_with_experts_may_leave_slow_gpus_out() -> None:
     for count in (1, 2):
         nodes = slow.model_copy(update={"count": count}), fast
         priced = with_catalog(Cluster(nodes=nodes), model)
-        found = best_regular(priced, GOAL, with_experts(priced, GOAL))
+        found = best_regular(priced, GOAL, with_experts)
         least.append(min(estimate.iteration_s for _, estimate in found))
     assert least[1] <= least[0]
 

@@ -18,7 +18,7 @@ from .finish import confirm, pools_of, simulated, sketch_of
 from .moves import over_replicas
 from .outcome import Found, Goal, Progress, SearchResult, collector_paused
 from .overlap import prefer_plain, prefer_steady
-from .pools import all_gpus, search_apart
+from .pools import Merged, all_gpus, expand, merge, search_apart
 from .seeds import sizes_over_replicas
 
 # Choices: settings of a plan besides stages, layers and batches, tried on the plans that a search has found.
@@ -44,22 +44,27 @@ Regular = list[tuple[Candidate, Estimate]]
 Way = Callable[[Estimator, Goal], Iterator[Candidate]]
 
 
-def best_regular(estimator: Estimator, goal: Goal, candidates: Iterator[Candidate], most: float = inf) -> Regular:
+def best_regular(estimator: Estimator, goal: Goal, way: Way, most: float = inf) -> Regular:
     """The best candidates by the closed form that fit: one per size of a stage, and the best on each choice of kinds.
+
+    Stages of slices may have replicas in several zones of a region, or in several groups of equal nodes.
 
     Args:
         most: Candidates with a larger value are skipped.
     """
     sketch, sequences = sketch_of(estimator, goal), estimator.model.global_batch_size
+    # A replica of several kinds names no zones or groups, and ranks that share experts are in one of them.
+    merged = Merged(estimator, ()) if way in (with_experts, of_kinds_together) else merge(estimator)
+    candidates = (expand(merged, estimator.cluster, c) for c in way(merged.estimator, goal))
     hopes: list[tuple[float, int, Candidate]] = []
     zero = int(estimator.model.distributed_optimizer)
-    for i, c in enumerate(c.with_(zero_stage=zero) for c in candidates):
+    for i, c in enumerate(c.with_(zero_stage=zero) for c in candidates if c.stages):
         computing = sketch.least(tuple(stage.groups for stage in c.stages), c)
-        pieces = sequences / c.micro_batch_size / c.stages[0].groups[0].count * c.chunks * c.slices
+        pieces = sequences / c.micro_batch_size / sum(g.count for g in c.stages[0].groups) * c.chunks * c.slices
         hopes.append((computing * (1 + (len(c.stages) - 1) / pieces), i, c))
     best: dict[tuple[frozenset[str], int], tuple[float, Candidate, Estimate]] = {}
     for hope, _, c in sorted(hopes, key=lambda entry: entry[:2]):
-        # Regular stages have one group, of equal size.
+        # Regular stages are of equal size.
         kind = frozenset(estimator.cluster.nodes[p].gpu for p in c.gpus()), c.world_size // len(c.stages)
         to_beat = best[kind][0] if kind in best else most
         found = _least_in_host_memory(estimator, goal, c) if hope < to_beat else None
@@ -268,9 +273,7 @@ def choose(estimator: Estimator, goal: Goal, progress: Progress, outcome: Search
     ways: dict[Way, float] = {with_experts: FAR}
     if is_long:
         ways |= {in_slices: FAR, partial(in_slices, mixed=True): 1.0, of_kinds_together: HOPELESS}
-    regular = [
-        pair for way, far in ways.items() for pair in best_regular(estimator, goal, way(estimator, goal), far * known)
-    ]
+    regular = [pair for way, far in ways.items() for pair in best_regular(estimator, goal, way, far * known)]
     for found in (simulated(estimator, *pair) for pair in regular):
         starts += [] if found is None else [found]
     for start in sorted(starts, key=lambda f: f.value(goal)):

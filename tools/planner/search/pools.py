@@ -195,15 +195,15 @@ def expand(merged: Merged, cluster: Cluster, candidate: Candidate) -> Candidate:
     for stage in candidate.stages:
         groups: dict[tuple[int, int], int] = {}
         for g in stage.groups:
-            need = g.count
+            need, gpus = g.count, g.tp * candidate.cp
             while need > 0:
                 members = merged.members[g.pool]
-                fitting = [p for p in members if left[p] >= need * g.tp]
-                pool = min(fitting, key=lambda p: left[p]) if fitting else max(members, key=lambda p: left[p] // g.tp)
-                take = min(need, left[pool] // g.tp)
+                fitting = [p for p in members if left[p] >= need * gpus]
+                pool = min(fitting, key=lambda p: left[p]) if fitting else max(members, key=lambda p: left[p] // gpus)
+                take = min(need, left[pool] // gpus)
                 if take == 0:
                     return candidate.with_(stages=())
-                left[pool] -= take * g.tp
+                left[pool] -= take * gpus
                 groups[pool, g.tp] = groups.get((pool, g.tp), 0) + take
                 need -= take
         stages.append(Stage(stage.layers, tuple(Group(p, t, n) for (p, t), n in sorted(groups.items()))))
