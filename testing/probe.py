@@ -112,8 +112,8 @@ class Observer:
                 self._keep_loss(result, "losses" if training else "validation")
                 if first:
                     feature = positional[0].feature("window") if positional else None
-                    chunks = () if feature is None else feature._chunks
-                    whole = whole_gradients(chunks) if chunks else reduced_gradients(keywords["model"])
+                    windows = () if feature is None else list(feature.windows())
+                    whole = whole_gradients(windows) if windows else reduced_gradients(keywords["model"])
                     write_gradients(keywords["model"], self._out, self._rank, whole)
             return result
 
@@ -149,13 +149,13 @@ def _wrap_plan(observer: Observer, meter: bool) -> None:
     HetSession.forward_backward = observer.wrap(HetSession.forward_backward)
 
 
-def whole_gradients(chunks: Any) -> dict[Any, Any]:
-    """Gathers the reduced gradients of a window's chunks before the update, by parameter.  Collective."""
+def whole_gradients(windows: Any) -> dict[Any, Any]:
+    """Gathers the reduced gradients of windows over chunks before the update, by parameter.  Collective."""
     found = {}
-    for chunk in chunks:
-        for bucket in (one for one in chunk.buckets if one.gradient is not None):
+    for window in windows:
+        for bucket in (one for one in window.buckets if one.gradient is not None):
             whole = bucket.gradient.new_empty(bucket.source.grad_data.numel())
-            chunk.parts.gather(whole, bucket.gradient).wait()
+            window.parts.gather(whole, bucket.gradient).wait()
             for parameter, (start, end) in bucket.source.param_to_index.items():
                 found[parameter] = whole[start:end].view(parameter.shape)
     return found

@@ -239,7 +239,7 @@ def _state(session: Any) -> Iterator[torch.Tensor]:
     from megatron_het.runtime.feature import optimizer_of
 
     yield from optimizer_tensors(optimizer_of(get_model_config(session._models[0])))
-    for chunk in session.feature("window")._chunks:
+    for chunk in session.feature("window").windows():
         yield from _tensors(chunk)
 
 

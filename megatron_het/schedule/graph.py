@@ -360,6 +360,8 @@ def waits_to_meet(graph: Graph, found: Sequence[Sequence[int]] | None = None) ->
     waits = list(graph.waits)
     for nodes in meetings(graph) if found is None else found:
         before = [node - 1 for node in nodes if node > graph.first[graph.device[node]]]
+        # What they need has reached them as well: without transfers it comes from other devices.
+        before += [j for node in nodes for j in graph.waits[node] if graph.ops[node].kind in TOGETHER]
         for node in nodes:
             waits[node] = [*waits[node], *before]
     return waits

@@ -94,6 +94,13 @@ KINDS = {
         plan("second", [[2], [1]], [2, 3], ep=[[2], [1]], **TP),
         family="deepseek",
     ),
+    "experts-in-a-window": Kind(
+        plan(
+            "first", [[1, 1], [1]], [(2, 1), (1, 1)], ep=[[2, 2], [1]], even_routing=True, schedule=OFFLOADED, **DIVIDED
+        ),
+        plan("second", [[1], [1, 1]], [2, 3], ep=[[1], [2, 2]], even_routing=True, **DIVIDED),
+        family="deepseek",
+    ),
     "experts-undivided": Kind(
         plan("first", [[1, 1], [1]], [3, 2], ep=[[2, 2], [1]], even_routing=True),
         plan("second", [[2], [1]], [2, 3], ep=[[2], [1]], sequence_parallel=True),
@@ -112,7 +119,14 @@ KINDS = {
         plan("second", [[1], [1, 1]], [2, 3], **DIVIDED),
     ),
 }
-FULL = {"split-vocabulary", "experts-over-replicas", "padded-bucket", "chunks-in-a-v", "later-tokens"}
+FULL = {
+    "split-vocabulary",
+    "experts-over-replicas",
+    "experts-in-a-window",
+    "padded-bucket",
+    "chunks-in-a-v",
+    "later-tokens",
+}
 
 
 @dataclass(frozen=True)

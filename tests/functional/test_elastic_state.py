@@ -12,7 +12,7 @@ from testing.compare import reported_losses
 from testing.lab import Lab
 from testing.runner import Job
 from tests.functional.selected import tiers
-from tests.functional.test_checkpoint import KINDS, assert_agree, plan
+from tests.functional.test_checkpoint import KINDS, OFFLOADED, assert_agree, plan
 
 STEPS = 6
 DIVIDED = {"distributed_optimizer": True}
@@ -50,6 +50,7 @@ def run(
 SLICED = ScheduleSpec("seq1f1b", {"slices": 4})
 TP: dict[str, Any] = {"sequence_parallel": True}
 AGAIN = plan("g", [[2]], [(2, 3)], recompute="full", schedule=ScheduleSpec("interleaved"), **TP)
+SHARING = plan("f", [[1, 1]], [(2, 3)], ep=[[2, 2]], schedule=OFFLOADED, even_routing=True, **DIVIDED)
 # Each chain is one training; its plans follow each other in the same processes.
 CHAINS = {
     # TP cut and put together, other shards of the optimizer, ministages with unequal shares under a window.
@@ -58,7 +59,8 @@ CHAINS = {
     "tied": [KINDS["tied"].first, KINDS["split-vocabulary"].first, KINDS["chunks-in-a-v"].first],
     "bf16": [KINDS["bf16"].first, KINDS["bf16"].second],
     # Slices read no masks, and the last plan, with the same processes, does.  Its experts keep tensors of a last pass.
-    "experts": [plan("e", [[2]], [5], schedule=SLICED, **TP), plan("f", [[1], [1]], [3, 2]), recompute_some(AGAIN)],
+    # Between them two replicas share experts under a window.
+    "experts": [plan("e", [[2]], [5], schedule=SLICED, **TP), SHARING, recompute_some(AGAIN)],
     # Between two iterations a rank has new values of its own part of the parameters only.
     "gathered late": [plan("c", [[1, 1], [1]], [3, 2], **DIVIDED), plan("d", [[1], [1, 1]], [2, 3], **DIVIDED)],
 }

@@ -49,6 +49,7 @@ _BOTH = _EVEN | _DIVIDED
 _CHUNKS, _ROWS = [(2, 1), (1, 1)], [[1], [1, 1], [1, 1, 1]]
 _FOUR, _PAIRS = [[1, 1], [1, 1]], [[2, 2], [2, 2]]
 _WINDOW = ScheduleSpec("ministage", {"window": True, "update": "exact"})
+_ZERO_3 = ScheduleSpec("data-parallel", {"window": True, "zero": 3})
 _SPLIT = ScheduleSpec("interleaved", {"vocabulary": True, "offload_activations": 0.75})
 _ZB_H1, _ZB_V = ScheduleSpec("zb-h1"), ScheduleSpec("zb-v")
 _IN_TWO = ScheduleSpec("slimpipe", {"slices": 2})
@@ -85,6 +86,18 @@ CASES = [
     make(
         "over-replicas-zero-bubble", "deepseek", _ROWS, [2, 2, 1], ep=[[1], [2, 2], [1, 1, 1]], schedule=_ZB_H1, **_EVEN
     ),
+    # The second stage has all experts with its other weights.
+    make(
+        "over-replicas-in-a-window",
+        "mixtral",
+        [[1, 1], [1]],
+        _CHUNKS,
+        ep=[[2, 2], [1]],
+        schedule=_WINDOW,
+        clip=0.05,
+        **_BOTH,
+    ),
+    make("over-replicas-zero-3", "deepseek", [[1] * 4], [5], ep=[[2] * 4], schedule=_ZERO_3, clip=0.05, **_BOTH),
     make("over-replicas-in-a-v", "mixtral", _FOUR, [(1, 1), (2, 1)], ep=_PAIRS, schedule=_ZB_V, **_EVEN),
     make("slimpipe-over-replicas", "deepseek", _FOUR, [3, 2], ep=_PAIRS, own=_GATHERS, schedule=_IN_FOUR, **_BOTH),
     make("slimpipe-slices", "deepseek", [[1], [1]], [3, 2], schedule=_IN_FOUR),

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from megatron_het.features.base import Feature, NoOptions, Refusal, is_given
-from megatron_het.features.registry import features_of, runs_of_a_layer
+from megatron_het.features.base import Feature, Refusal, is_given
+from megatron_het.features.registry import runs_of_a_layer
 from megatron_het.plan import Plan, PlanError
 
 _MOE = "megatron.core.transformer.moe"
@@ -57,17 +57,6 @@ class Experts(Feature):
         f"{_FINALIZE}._update_router_expert_bias": "fb4e285510fc83b5",
         f"{_FINALIZE}.reset_model_temporary_tensors": "2b65786f613b8d1d",
     }
-
-    def check_plan(self, plan: Plan, options: NoOptions) -> None:
-        """Refuse what does not go with expert groups that are no TP groups; ``plan.validate`` checks the groups."""
-        groups = _beyond_tp_groups(plan)
-        if groups and any(feature.shards_parameters for feature, _ in features_of(plan)):
-            raise PlanError(
-                "schedule.parameters.window",
-                True,
-                f"{groups}, and the shards of a ministage are those of ranks that have copies of all of its weights",
-                _ONE_GROUP,
-            )
 
     def runs_with(self, args: Any) -> bool:
         """Whether the model has experts; see :class:`Feature`."""

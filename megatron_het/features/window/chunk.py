@@ -209,11 +209,13 @@ class ChunkWindow:
         ddp: The chunk in Megatron's DDP, with layered buffers.
         offload: Keep shards in host memory while the chunk is closed.
         use: Where bytes and collectives are counted.
+        of_experts: Take the experts that other ranks have copies of than of the other weights, and leave these.
     """
 
     ddp: Any
     offload: bool
     use: WindowUse
+    of_experts: bool = False
     buckets: list[Bucket] = field(default_factory=list)
     is_open: bool = False
     has_gradients: bool = False
@@ -221,16 +223,18 @@ class ChunkWindow:
     _is_loading: bool = False
 
     def __post_init__(self) -> None:
-        self.group: dist.ProcessGroup = self.ddp.intra_dp_cp_group
-        buffers = self.ddp.buffers  # none in a ministage without layers
-        self.parts = parts_of(buffers, self.group)
+        ddp, of_experts = self.ddp, self.of_experts
+        self.group: dist.ProcessGroup = ddp.intra_expt_dp_group if of_experts else ddp.intra_dp_cp_group
+        # none in a ministage without such weights
+        self.buffers: list[Any] = ddp.expert_parallel_buffers if of_experts else ddp.buffers
+        buffers, self.parts = self.buffers, parts_of(self.buffers, self.group)
         self.side = SideStream(buffers[0].param_data.device if buffers else torch.device("cpu"), self.use.streams)
         # A rank that is alone in its group owns every bucket entirely: without offload there is
         # nothing to free.
         self.is_resident = self.group.size() == 1 and not self.offload
         names = {p: name for name, p in self.ddp.module.named_parameters()}
         count = num_layers_of(self.ddp.module)
-        for buffer in self.ddp.buffers:
+        for buffer in self.buffers:
             for source in buffer.buckets:
                 layer = layer_of(names[source.params_list[0]], count)
                 self.buckets.append(Bucket(source, layer, self.parts.own(source.param_data)))
@@ -272,7 +276,7 @@ class ChunkWindow:
             return
         self.is_open = True
         if not self.is_resident:
-            for buffer in self.ddp.buffers:
+            for buffer in self.buffers:
                 _allocate(buffer.param_data)
         self.use.add("parameter", self._bytes("param_data"))
 
@@ -304,7 +308,7 @@ class ChunkWindow:
         self.use.add("parameter", -self._bytes("param_data"))
         if not self.is_resident:
             drop_copies(self.ddp.module)  # they would outlive the weights
-            for buffer in self.ddp.buffers:
+            for buffer in self.buffers:
                 buffer.param_data.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
@@ -347,7 +351,7 @@ class ChunkWindow:
         if self.has_gradients:
             return
         self.has_gradients = True
-        for buffer in self.ddp.buffers:
+        for buffer in self.buffers:
             _allocate(buffer.grad_data)
             buffer.grad_data.zero_()
         self.use.add("gradient", self._bytes("grad_data"))
@@ -391,7 +395,7 @@ class ChunkWindow:
             return
         self.has_gradients = False
         self.use.add("gradient", -self._bytes("grad_data"))
-        for buffer in self.ddp.buffers:
+        for buffer in self.buffers:
             buffer.grad_data.untyped_storage().resize_(0)
 
     def drop_gradient_shards(self) -> None:
@@ -418,7 +422,7 @@ class ChunkWindow:
         self.close()
         self.drop_gradients()
         self.drop_gradient_shards()
-        for buffer in self.ddp.buffers:
+        for buffer in self.buffers:
             buffer.param_data.untyped_storage().resize_(0)
             del buffer.reset  # the class's own method again
             delattr(buffer, _ATTRIBUTE)
@@ -434,7 +438,7 @@ class ChunkWindow:
         return [b for b in self.buckets if start < 0 or start <= b.layer < stop]
 
     def _bytes(self, name: str) -> int:
-        return sum(getattr(buffer, name).nbytes for buffer in self.ddp.buffers)
+        return sum(getattr(buffer, name).nbytes for buffer in self.buffers)
 
     def _wait_before_use(self) -> None:
         """Install hooks by which every module waits for its own bucket only, so that compute starts early."""

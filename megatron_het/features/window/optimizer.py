@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_het.distributed.gradient_sums import is_tied_copy
@@ -44,25 +43,18 @@ _REPLACED = (
 
 
 class ChunkedOptimizer:
-    """Steps Megatron's optimizer chunk by chunk.
+    """Steps one of Megatron's optimizers chunk by chunk.
 
     Args:
-        optimizer: The result of ``get_megatron_optimizer``.
+        chunks: The windows over its parameters, one per chunk.
         options: Time of updates, and place of the state.
-        owners: Ranks that hold parts of this rank's ministages: the ranks of its stage.
     """
 
-    def __init__(
-        self, optimizer: Any, chunks: Sequence[ChunkWindow], options: WindowOptions, owners: dist.ProcessGroup
-    ) -> None:
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        if len(parts) != 1 or not isinstance(parts[0], DistributedOptimizer):
-            names = ", ".join(type(part).__name__ for part in parts)
-            raise TypeError(f"the parameter window needs one DistributedOptimizer, found: {names}")
-        self._optimizer: DistributedOptimizer = parts[0]
+    def __init__(self, optimizer: DistributedOptimizer, chunks: Sequence[ChunkWindow], options: WindowOptions) -> None:
+        self._optimizer = optimizer
         self._chunks = chunks
         self._options = options
-        self._owners = owners
+        self.clip_grad: float = optimizer.config.clip_grad
         self._entries: list[list[Entry]] = [[] for _ in chunks]
         self._pending: dict[int, tuple[Groups, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._groups: dict[int, Groups] = {}
@@ -279,14 +271,27 @@ class ChunkedOptimizer:
             self._store_state(chunk)
 
     @torch.no_grad()
-    def step_now(self, chunk: int) -> None:
-        """Update a chunk with its gradient shards, which are summed and scaled."""
+    def attach(self, chunk: int) -> list[torch.Tensor]:
+        """Attach the chunk's gradient shards, which are summed and scaled; returns those that count in norms."""
         if not self._groups:
             self._groups = {c: self._groups_of(c) for c in range(len(self._chunks))}
         self._fetch_state(chunk)
         self._attach(chunk)
+        if self._undo:
+            return []
+        counted: list[torch.Tensor] = self._optimizer._filter_grads_for_norm([e.main for e in self._entries[chunk]])
+        for gradient in counted:
+            square = gradient.float().square().sum()
+            self._squares = square if self._squares is None else self._squares + square
+        return counted
+
+    @torch.no_grad()
+    def step_now(self, chunk: int, norm: float | None) -> None:
+        """Update a chunk with its attached gradients, clipped by a norm if there is one."""
         if not self._undo:
-            self._measure(chunk)
+            if norm is not None:
+                mains = [entry.main for entry in self._entries[chunk]]
+                clip_grad_by_total_norm_fp32(mains, self.clip_grad, norm)
             self._step(chunk, self._groups[chunk])
             return
         scaler = self._optimizer.grad_scaler
@@ -333,18 +338,6 @@ class ChunkedOptimizer:
                 entry.main.grad = entry.of(entry.bucket.gradient).float()
                 if entry.main in self._copies:
                     self._check.see(self._copies[entry.main], entry.main.grad)
-
-    def _measure(self, chunk: int) -> None:
-        """Add to the reported norm, and under ``per-ministage`` clip by the chunk's own norm."""
-        mains = [entry.main for entry in self._entries[chunk]]
-        counted = self._optimizer._filter_grads_for_norm(mains)
-        for gradient in counted:
-            square = gradient.float().square().sum()
-            self._squares = square if self._squares is None else self._squares + square
-        clip = self._optimizer.config.clip_grad
-        if self._options.update == "per-ministage" and clip > 0:
-            norm = get_grad_norm_fp32(counted, grad_stats_parallel_group=self._owners)
-            clip_grad_by_total_norm_fp32(mains, clip, norm)
 
     def _groups_of(self, chunk: int) -> Groups:
         """The chunk's part of the parameter groups, with their present hyperparameters."""

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_het.device.memory import uncounted
 from megatron_het.distributed.gradient_sums import class_exchange, tied_exchange
@@ -49,14 +52,16 @@ class ParameterWindow(RuntimeFeature):
     sums: StageSums | None = None  # sums beyond the replicas that share shards
     divisor: int = 1  # divisor of the losses (``Plan.loss_divisor``)
     shares: tuple[float, ...] | None = None  # shares of the state of this rank's stage, None for equal ones
+    of_experts: bool = False  # whether experts have other replicas than the other weights, on any stage
 
     roles = ("stage",)
 
     def __post_init__(self) -> None:
         self.use = WindowUse()
         self._sums = self.sums or StageSums()
-        self._chunks: list[ChunkWindow] = []
-        self._optimizer: ChunkedOptimizer | None = None
+        # The windows over each chunk: over experts with replicas of their own in a second one.
+        self._chunks: list[tuple[ChunkWindow, ...]] = []
+        self._optimizers: list[ChunkedOptimizer] = []  # of each kind of windows; none before ``take_over``
         self._config: Any = None
         self._reducing: set[int] = set()
         self._total_tokens: torch.Tensor | None = None
@@ -93,7 +98,8 @@ class ParameterWindow(RuntimeFeature):
 
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                self._chunks.append(ChunkWindow(model, self.options.offload, self.use))
+                kinds = (False, True) if self.of_experts else (False,)
+                self._chunks.append(tuple(ChunkWindow(model, self.options.offload, self.use, kind) for kind in kinds))
                 self._close(self._chunks[-1])
         return models
 
@@ -104,81 +110,93 @@ class ParameterWindow(RuntimeFeature):
 
     def take_over(self, models: Sequence[Any], optimizer: Any) -> None:
         """Take over the optimizer and the contents of open chunks (first call only), and close all chunks."""
-        if self._optimizer is not None:
+        if self._optimizers:
             return
         from megatron.core.utils import get_model_config
 
         self._config = get_model_config(models[0])
-        for chunk in self._chunks:
-            chunk.take_shards()
-        self._optimizer = ChunkedOptimizer(optimizer, self._chunks, self.options, self.stage_group)
-        for chunk in self._chunks:
-            self._close(chunk)
-        self._optimizer.store_all()
+        for window in self.windows():
+            window.take_shards()
+        kinds = list(zip(*self._chunks))
+        found = getattr(optimizer, "chained_optimizers", [optimizer])
+        if len(found) > len(kinds) or not all(isinstance(part, DistributedOptimizer) for part in found):
+            names = ", ".join(type(part).__name__ for part in found)
+            raise TypeError(f"the parameter window needs {len(kinds)} of DistributedOptimizer, found: {names}")
+        self._optimizers = [ChunkedOptimizer(part, own, self.options) for part, own in zip(found, kinds)]
+        for windows in self._chunks:
+            self._close(windows)
+        for part in self._optimizers:
+            part.store_all()
         self.use.restart()
 
     def materialise(self) -> None:
-        for c, chunk in enumerate(self._chunks):
-            chunk.fetch()
-            if not chunk.is_open:
+        for c, windows in enumerate(self._chunks):
+            for window in windows:
+                window.fetch()
+            if not windows[0].is_open:
                 self._open(c)
-                chunk.gather(-1, -1)
-        for chunk in self._chunks:
-            chunk.wait()
-            chunk.side.join()
-        if self._optimizer is not None:
-            self._optimizer.fetch_all()
+                self._gather(c)
+        for window in self.windows():
+            window.wait()
+            window.side.join()
+        for part in self._optimizers:
+            part.fetch_all()
 
     def settle(self) -> None:
         """See :class:`RuntimeFeature`; before ``take_over`` all parameters are gathered."""
-        if self._optimizer is None:
+        if not self._optimizers:
             self.materialise()
             return
-        for c, chunk in enumerate(self._chunks):
-            chunk.fetch()
+        for c, windows in enumerate(self._chunks):
+            for window in windows:
+                window.fetch()
             self._update(c)
-            chunk.side.join()
-            if not chunk.is_open:
-                chunk.store()
+            for window in windows:
+                window.side.join()
+                if not window.is_open:
+                    window.store()
 
     @torch.no_grad()
     def copies(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """See :class:`RuntimeFeature`; closed ministages are gathered one at a time and copied."""
         wanted, found = set(parameters), dict[torch.Tensor, torch.Tensor]()
-        if self._optimizer is not None:
-            self._optimizer.give_back()
-        for c, chunk in enumerate(self._chunks):
-            mine = [p for bucket in chunk.buckets for p in bucket.source.params_list if p in wanted]
-            if chunk.is_open or not mine:
+        for part in self._optimizers:
+            part.give_back()
+        for c, windows in enumerate(self._chunks):
+            buckets = [bucket for window in windows for bucket in window.buckets]
+            mine = [p for bucket in buckets for p in bucket.source.params_list if p in wanted]
+            if windows[0].is_open or not mine:
                 continue
-            chunk.fetch()
+            for window in windows:
+                window.fetch()
             self._open(c)
-            chunk.gather(-1, -1)
-            chunk.wait()
-            chunk.side.join()
+            self._gather(c)
+            for window in windows:
+                window.wait()
+                window.side.join()
             with uncounted():
                 found |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in mine}
-            chunk.close()
-            chunk.store()
+            for window in windows:
+                window.close()
+                window.store()
         return found
 
     def begin(self, call: Call, state: Iteration) -> None:
         """See :class:`RuntimeFeature`; before training all parameters are gathered."""
         if not call.forward_only:
             self.take_over(call.models, call.optimizer)
-        elif self._optimizer is None:
+        elif not self._optimizers:
             self.materialise()
         self.restart()
 
     def restart(self) -> None:
         """Close the chunks that ``materialise`` left open, at the start of an iteration or evaluation."""
-        if self._optimizer is None:
-            return
-        for chunk in self._chunks:
-            chunk.close()
-            chunk.store()
-        self._optimizer.begin()
-        self._optimizer.store_all()
+        for window in self.windows() if self._optimizers else ():
+            window.close()
+            window.store()
+        for part in self._optimizers:
+            part.begin()
+            part.store_all()
         self._scale = self._total_tokens = self._counting = None
         self._ends_are_summed = False
         self.use.restart()
@@ -193,19 +211,20 @@ class ParameterWindow(RuntimeFeature):
 
     def kept(self) -> dict[str, list[torch.Tensor]]:
         """Shards of parameters and of reduced gradients, besides Megatron's buffers."""
-        buckets = [bucket for chunk in self._chunks for bucket in chunk.buckets]
+        buckets = [bucket for window in self.windows() for bucket in window.buckets]
         gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         return {"parameters": [bucket.shard for bucket in buckets], "gradients": gradients}
 
     def close(self) -> None:
         """Free every buffer and drop the references to Megatron's optimizer and models."""
-        if self._optimizer is not None:
-            self._optimizer.detach()
-        for chunk in self._chunks:
-            chunk.dispose()
+        for part in self._optimizers:
+            part.detach()
+        for window in self.windows():
+            window.dispose()
         self._chunks.clear()
+        self._optimizers.clear()
         self._reducing.clear()
-        self._optimizer = self._config = None
+        self._config = None
         self._scale = self._total_tokens = self._counting = None
 
     # -- what the executor calls ---------------------------------------------------------------
@@ -216,26 +235,30 @@ class ParameterWindow(RuntimeFeature):
         It cannot wait for the backwards: an update on one stage may come before backwards of another stage.
         """
         assert state.num_tokens is not None
-        if self._optimizer is not None and self.options.updates_early:
+        if self._optimizers and self.options.updates_early:
             self._total_tokens = self._own_tokens(state.num_tokens)
             self._counting = dist.all_reduce(self._total_tokens, async_op=True)
 
     def handle(self, op: RankOp) -> None:
         """Run one parameter operation."""
-        if self._optimizer is None:
+        if not self._optimizers:
             return
-        chunk = self._chunks[op.chunk]
+        windows = self._chunks[op.chunk]
         match op.kind:
             case Kind.PARAM_PREFETCH:
-                chunk.fetch()
-                self._optimizer.fetch(op.chunk)
+                for window in windows:
+                    window.fetch()
+                for part in self._optimizers:
+                    part.fetch(op.chunk)
             case Kind.PARAM_GATHER:
                 self._open(op.chunk)
-                chunk.gather(op.start, op.stop)
+                self._gather(op.chunk, op.start, op.stop)
             case Kind.PARAM_RELEASE:
-                chunk.close()
+                for window in windows:
+                    window.close()
             case Kind.PARAM_OFFLOAD:
-                chunk.store()
+                for window in windows:
+                    window.store()
             case Kind.GRAD_REDUCE:
                 self._reduce(op.chunk, op.start, op.stop)
             case Kind.OPTIMIZER_STEP:
@@ -251,23 +274,24 @@ class ParameterWindow(RuntimeFeature):
 
         A forward needs only the parameters.
         """
-        if self._optimizer is None:
+        if not self._optimizers:
             return
         chunk = chunk_of(op.kind, op.chunk, len(self._chunks))
         if op.kind.direction is Direction.BACKWARD:
             self.before_backward(chunk)
         else:
-            self._chunks[chunk].wait()
+            self._wait(chunk)
 
     def before_backward(self, chunk: int) -> None:
         """Wait for the chunk's parameters and allocate its gradients."""
-        if self._optimizer is None:
+        if not self._optimizers:
             return
         for c in sorted(self._reducing):
-            if c == chunk or not self._chunks[c].is_reducing():  # a pass must not add to these
+            if c == chunk or not any(w.is_reducing() for w in self._chunks[c]):  # a pass must not add to these
                 self._finish_reduction(c)
-        self._chunks[chunk].wait()
-        self._chunks[chunk].open_gradients()
+        self._wait(chunk)
+        for window in self._chunks[chunk]:
+            window.open_gradients()
 
     # -- what Megatron calls -------------------------------------------------------------------
 
@@ -278,18 +302,14 @@ class ParameterWindow(RuntimeFeature):
             self._finish_reduction(c)
         if self.options.updates_early:
             return
-        self._sums.over_ends(self._chunks)
-        for chunk in self._chunks:
-            self._sums.over_classes(chunk)
+        self._sums.over_ends(self._of_all_ranks())
+        for window in self._of_all_ranks():
+            self._sums.over_classes(window)
         if num_tokens is None:
             return
         total = self._own_tokens(num_tokens)
         dist.all_reduce(total)
-        scale = self.divisor / torch.clamp(total, min=1)
-        for chunk in self._chunks:
-            for bucket in chunk.buckets:
-                if bucket.gradient is not None:
-                    bucket.gradient *= scale
+        _scale_gradients(self.windows(), self.divisor / torch.clamp(total, min=1))
 
     # -- helpers -------------------------------------------------------------------------------
 
@@ -297,87 +317,115 @@ class ParameterWindow(RuntimeFeature):
         own = num_tokens.to(torch.int64)
         return own if self.counts_tokens else torch.zeros_like(own)
 
+    def windows(self) -> Iterator[ChunkWindow]:
+        return itertools.chain.from_iterable(self._chunks)
+
+    def _of_all_ranks(self) -> list[ChunkWindow]:
+        """The windows over weights that all ranks have, as the copies of tied ones."""
+        return [windows[0] for windows in self._chunks]
+
     @staticmethod
-    def _close(chunk: ChunkWindow) -> None:
-        chunk.close()
-        chunk.drop_gradients()
-        chunk.store()
+    def _close(windows: Sequence[ChunkWindow]) -> None:
+        for window in windows:
+            window.close()
+            window.drop_gradients()
+            window.store()
 
     def _open(self, c: int) -> None:
-        if not self._chunks[c].is_open:
+        if not self._chunks[c][0].is_open:
             self._update(c)
-            self._chunks[c].open()
+            for window in self._chunks[c]:
+                window.open()
+
+    def _gather(self, c: int, start: int = -1, stop: int = -1) -> None:
+        for window in self._chunks[c]:
+            window.gather(start, stop)
+
+    def _wait(self, c: int) -> None:
+        for window in self._chunks[c]:
+            window.wait()
 
     def _update(self, c: int) -> None:
         """Apply the pending update to the shards of a closed ministage."""
-        if self._chunks[c].is_open:
+        if self._chunks[c][0].is_open:
             return
-        with self._chunks[c].side.following():
-            for bucket in self._chunks[c].buckets:
+        with self._chunks[c][0].side.following():
+            for bucket in (bucket for window in self._chunks[c] for bucket in window.buckets):
                 if bucket.host is not None:
                     bucket.host.wait()
-            if self._optimizer is not None:
-                self._optimizer.apply_pending(c)
+            for part in self._optimizers:
+                part.apply_pending(c)
 
     def _reduce(self, c: int, start: int, stop: int) -> None:
-        chunk = self._chunks[c]
-        if chunk.has_reduced(start, stop):  # by the previous pass; this replica does not have the current one
+        windows = self._chunks[c]
+        if any(w.has_reduced(start, stop) for w in windows):  # by the previous pass; this replica lacks the current one
             self._finish_reduction(c)
         if c not in self._reducing:
             for other in sorted(self._reducing):
                 self._finish_reduction(other)
             self._reducing.add(c)
-            chunk.open_gradients()  # a rank without microbatches has zeros to add
-            self._before_reduction(chunk)
-        chunk.reduce(start, stop)
+            for window in windows:
+                window.open_gradients()  # a rank without microbatches has zeros to add
+            self._before_reduction(windows[0].ddp)
+        for window in windows:
+            window.reduce(start, stop)
 
-    def _before_reduction(self, chunk: ChunkWindow) -> None:
+    def _before_reduction(self, ddp: Any) -> None:
         """Apply upstream's steps to gradients before reduction: sums over the TP group, checks."""
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
-        _allreduce_non_tensor_model_parallel_grads([chunk.ddp], self._config, self.tp_group)
-        ddp_config = chunk.ddp.ddp_config
-        if ddp_config.check_for_nan_in_grad or ddp_config.check_for_large_grads:
-            for group in chunk.ddp.bucket_groups:
+        _allreduce_non_tensor_model_parallel_grads([ddp], self._config, self.tp_group)
+        if ddp.ddp_config.check_for_nan_in_grad or ddp.ddp_config.check_for_large_grads:
+            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
                 group.check_grads(
-                    check_for_nan_or_inf=ddp_config.check_for_nan_in_grad,
-                    check_for_large=ddp_config.check_for_large_grads,
+                    check_for_nan_or_inf=ddp.ddp_config.check_for_nan_in_grad,
+                    check_for_large=ddp.ddp_config.check_for_large_grads,
                 )
 
     def _finish_reduction(self, c: int) -> None:
         if c in self._reducing:
             self._reducing.discard(c)
-            self._chunks[c].keep_gradient_shards()
+            for window in self._chunks[c]:
+                window.keep_gradient_shards()
 
     @torch.no_grad()
     def _step_at_once(self, c: int) -> None:
-        assert self._optimizer is not None and self._total_tokens is not None
+        assert self._optimizers and self._total_tokens is not None
         self._finish_reduction(c)
-        for bucket in self._chunks[c].buckets:
+        for bucket in (bucket for window in self._chunks[c] for bucket in window.buckets):
             if bucket.host is not None:  # a shard that comes back for a late step
                 bucket.host.wait()
         self._sum_over_ends(c)
-        self._sums.over_classes(self._chunks[c])  # all replicas of a stage call this in one order
+        self._sums.over_classes(self._chunks[c][0])  # all replicas of a stage call this in one order
         if self._scale is None:
             if self._counting is not None:
                 self._counting.wait()
             self._scale = self.divisor / torch.clamp(self._total_tokens, min=1)
-        for bucket in self._chunks[c].buckets:
-            if bucket.gradient is not None:
-                bucket.gradient *= self._scale
-        self._optimizer.step_now(c)
+        _scale_gradients(self._chunks[c], self._scale)
+        counted = [gradient for part in self._optimizers for gradient in part.attach(c)]
+        norm = None
+        if self.options.update == "per-ministage" and self._optimizers[0].clip_grad > 0:
+            norm = get_grad_norm_fp32(counted, grad_stats_parallel_group=self.stage_group)
+        for part in self._optimizers:
+            part.step_now(c, norm)
 
     def _sum_over_ends(self, c: int) -> None:
         """Sum the gradients of tied weights before the first update of a ministage with a copy of them.
 
         Ministages with copies are updated after all others, so that every reduction has been started.
         """
-        if self._ends_are_summed or not self._sums.has_copy(self._chunks[c]):
+        if self._ends_are_summed or not self._sums.has_copy(self._chunks[c][0]):
             return
         for other in sorted(self._reducing):
             self._finish_reduction(other)
-        self._sums.over_ends(self._chunks)
+        self._sums.over_ends(self._of_all_ranks())
         self._ends_are_summed = True
+
+
+def _scale_gradients(windows: Iterable[ChunkWindow], factor: torch.Tensor) -> None:
+    for bucket in (bucket for window in windows for bucket in window.buckets):
+        if bucket.gradient is not None:
+            bucket.gradient *= factor
 
 
 def open_feature(context: OpenContext) -> RuntimeFeature:
@@ -394,4 +442,7 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
         sums=sums,
         divisor=context.plan.loss_divisor,
         shares=rank_shares(context.placement, context.rank),
+        of_experts=any(
+            not cut.divides_alike for s in range(len(context.plan.stages)) for cut in context.placement.classes(s)
+        ),
     )

@@ -60,18 +60,20 @@ def _number(name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def layered_layout(chunk: torch.nn.Module, shards: int, ddp_config: DistributedDataParallelConfig) -> FullParamLayout:
+def layered_layout(
+    chunk: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig
+) -> FullParamLayout:
     """Buffers of a chunk with a bucket per layer, the last layer first (the order of the backward).
 
     Args:
         chunk: The model chunk, not wrapped yet.
-        shards: Size of the data-parallel group.
+        groups: With the data-parallel group, and that of experts.
     """
     count = num_layers_of(chunk)
     layer = {p: layer_of(name, count) for name, p in chunk.named_parameters() if p.requires_grad}
     layouts = {}
-    groups = group_params_for_buffers(list(layer), ddp_config.grad_reduce_in_fp32)
-    for key, (params, indices) in groups.items():
+    for key, (params, indices) in group_params_for_buffers(list(layer), ddp_config.grad_reduce_in_fp32).items():
+        shards = (groups.intra_expt_dp if key.is_expert_parallel else groups.intra_dp_cp).size()
         index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
         buckets: list[tuple[int, int]] = []
         unpadded: list[int] = []
@@ -121,7 +123,7 @@ class WindowBuilder(ChunkedBuilder):
                 module=chunk,
                 disable_bucketing=True,
                 pg_collection=pg_collection,
-                full_param_layout=layered_layout(chunk, pg_collection.intra_dp_cp.size(), ddp_config),
+                full_param_layout=layered_layout(chunk, pg_collection, ddp_config),
             )
             for chunk in models
         ]

@@ -132,7 +132,7 @@ def test_layers_get_buckets_of_their_own_whose_offsets_need_no_padding_taken_out
     chunk.mtp.layers = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(4))  # more than those of the decoder
     chunk.output_layer = torch.nn.Linear(7, 5)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    (layout,) = layered_layout(chunk, 3, config).layouts.values()
+    (layout,) = layered_layout(chunk, SimpleNamespace(intra_dp_cp=Group(3)), config).layouts.values()
     bucket = {name: layout.param_index_map[p][2] for name, p in chunk.named_parameters()}
     assert bucket["output_layer.weight"] == bucket["decoder.layers.2.weight"] == 0
     assert bucket["decoder.layers.1.bias"] == 1

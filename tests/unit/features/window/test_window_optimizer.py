@@ -91,7 +91,7 @@ class Training:
             _get_model_param_range_map=lambda p: {"gbuf_local": SimpleNamespace(start=0, end=p.numel())},
             _filter_grads_for_norm=lambda mains: [],
         )
-        self.window = ChunkedOptimizer(self.outer, self.chunks, options, None)  # type: ignore[arg-type]
+        self.window = ChunkedOptimizer(self.outer, self.chunks, options)
         self.early = options.updates_early
 
     def open_all(self) -> None:
@@ -116,7 +116,8 @@ class Training:
             plain.grad = bucket.gradient.clone()
         for c in reversed(range(len(self.chunks))):
             if self.early:
-                self.window.step_now(c)
+                self.window.attach(c)
+                self.window.step_now(c, None)
         self.outer._copy_model_grads_to_main_grads()
         if factor is None:
             return
