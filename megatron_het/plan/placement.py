@@ -506,22 +506,24 @@ def state_parts(stage: Stage) -> tuple[float, ...]:
     return tuple(r.state_share / totals[r.cut] if totals[r.cut] else 0.0 for r in stage.replicas)
 
 
-def rank_shares(placement: Placement, rank: int) -> tuple[float, ...] | None:
-    """Shares of the ranks in this rank's data-parallel group, in the group's order.
+def rank_shares(placement: Placement, rank: int, *, of_experts: bool = False) -> tuple[float, ...] | None:
+    """Shares of the ranks in this rank's data-parallel group, or in that of its experts, in the group's order.
 
     Context-parallel ranks divide the share of their replica evenly.
 
     Returns:
-        One share per rank, together 1; None if they are equal.
+        One share per rank, together 1; None if they are equal, or no replica of the group has one.
     """
     where = placement.locate(rank)
     stage = placement.plan.stages[where.stage]
-    parts = state_parts(stage)
     cut = stage.replicas[where.replica].cut
-    owners = [placement.locate(r).replica for r in placement.class_ranks(where.stage, cut, where.tp_rank)]
-    if len({stage.replicas[q].state_share for q in owners}) == 1:
-        return None
-    return tuple(parts[q] / stage.replicas[q].cp for q in owners)
+    ranks = placement.class_ranks(where.stage, cut, where.tp_rank)
+    if of_experts:
+        ranks = placement.experts_class(where.stage, cut, placement.expert_rank(rank))
+    owners = [stage.replicas[placement.locate(r).replica] for r in ranks]
+    parts = [owner.state_share / owner.cp for owner in owners]
+    alike = len({owner.state_share for owner in owners}) == 1
+    return None if alike or not any(parts) else tuple(part / sum(parts) for part in parts)
 
 
 def cuts(numel: int, shares: Sequence[float]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from testing.compare import Differences, compare
 from testing.families import EXPERT_FAMILIES
 from testing.lab import Lab
 from testing.runner import Finished, words
+from testing.zorse_cases import with_shares
 from tests.functional.selected import new_case, tiers
 
 BAR = 1e-5
@@ -98,6 +99,10 @@ CASES = [
         **_BOTH,
     ),
     make("over-replicas-zero-3", "deepseek", [[1] * 4], [5], ep=[[2] * 4], schedule=_ZERO_3, clip=0.05, **_BOTH),
+    with_shares(
+        make("over-replicas-in-shares", "mixtral", [[1] * 4], [(2, 3)], ep=[[2] * 4], schedule=_WINDOW, **_BOTH),
+        ((4, 2, 0, 1),),
+    ),
     make("over-replicas-in-a-v", "mixtral", _FOUR, [(1, 1), (2, 1)], ep=_PAIRS, schedule=_ZB_V, **_EVEN),
     make("slimpipe-over-replicas", "deepseek", _FOUR, [3, 2], ep=_PAIRS, own=_GATHERS, schedule=_IN_FOUR, **_BOTH),
     make("slimpipe-slices", "deepseek", [[1], [1]], [3, 2], schedule=_IN_FOUR),
@@ -115,8 +120,8 @@ FULL = words(
     """
     dense-first-with-biases norms-of-heads-in-mixed-tp global-balance in-a-v interleaved ep-in-mixed-tp
     over-replicas-with-tp copies-within-tp over-pairs-of-replicas over-parts-of-sequences over-replicas-interleaved
-    over-replicas-zero-bubble over-replicas-in-a-v slimpipe-slices slimpipe-over-replicas sequence-balance-in-parts
-    balance-in-context-parallelism
+    over-replicas-zero-bubble over-replicas-zero-3 over-replicas-in-shares over-replicas-in-a-v slimpipe-slices
+    slimpipe-over-replicas sequence-balance-in-parts balance-in-context-parallelism
     """
 )
 

@@ -18,7 +18,7 @@ from megatron_het.families import family_of_config
 from megatron_het.features import tied_copies
 from megatron_het.features.window.chunk import ChunkWindow, WindowUse
 from megatron_het.features.window.optimizer import ChunkedOptimizer
-from megatron_het.features.window.shards import set_shares
+from megatron_het.features.window.shards import Shares, set_shares
 from megatron_het.features.window.spec import WindowOptions
 from megatron_het.features.window.state import StageSums
 from megatron_het.lowering.ranks import RankOp
@@ -51,7 +51,7 @@ class ParameterWindow(RuntimeFeature):
     counts_tokens: bool
     sums: StageSums | None = None  # sums beyond the replicas that share shards
     divisor: int = 1  # divisor of the losses (``Plan.loss_divisor``)
-    shares: tuple[float, ...] | None = None  # shares of the state of this rank's stage, None for equal ones
+    shares: tuple[Shares, Shares] = (None, None)  # of the state of this rank's stage, and of its experts
     of_experts: bool = False  # whether experts have other replicas than the other weights, on any stage
 
     roles = ("stage",)
@@ -81,7 +81,9 @@ class ParameterWindow(RuntimeFeature):
     def prepare_config(self, model_config: Any) -> None:
         """See :class:`RuntimeFeature`; the window finalises gradients itself."""
         model_config.transformer.finalize_model_grads_func = self.finalize
-        model_config.post_wrap_hooks.append(functools.partial(set_shares, shares=self.shares))
+        model_config.post_wrap_hooks.append(
+            functools.partial(set_shares, shares=self.shares[0], of_experts=self.shares[1])
+        )
         model_config.post_wrap_hooks.append(self.adopt)
         model_config.builder = family_of_config(model_config).window_builder
 
@@ -434,15 +436,14 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     groups = context.groups
     tied = tied_exchange(groups) if tied_copies(context.plan) else None
     sums = StageSums(class_exchange(groups), tied)
+    plan, of_rank = context.plan, (context.placement, context.rank)
     return ParameterWindow(
         options=context.options,
         tp_group=groups["tp"],
         stage_group=groups["stage"],
         counts_tokens=counts_tokens,
         sums=sums,
-        divisor=context.plan.loss_divisor,
-        shares=rank_shares(context.placement, context.rank),
-        of_experts=any(
-            not cut.divides_alike for s in range(len(context.plan.stages)) for cut in context.placement.classes(s)
-        ),
+        divisor=plan.loss_divisor,
+        shares=(rank_shares(*of_rank), rank_shares(*of_rank, of_experts=True)),
+        of_experts=any(not replica.cut.divides_alike for stage in plan.stages for replica in stage.replicas),
     )

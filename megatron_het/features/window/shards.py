@@ -138,6 +138,7 @@ class WindowHybridModelBuilder(WindowBuilder, PlacedHybridModelBuilder):
 
 
 _ATTRIBUTE = "het_state_shares"
+Shares = tuple[float, ...] | None
 
 
 class Pending(Protocol):
@@ -228,23 +229,25 @@ class _Together:
         return all(work.is_completed() for work in self._works)
 
 
-def set_shares(chunks: list[Any], shares: Sequence[float] | None) -> list[Any]:
+def set_shares(chunks: list[Any], shares: Shares, of_experts: Shares) -> list[Any]:
     """Set how the buffers of wrapped chunks are divided, before the optimizer is built on them.
 
     Args:
         chunks: Model chunks in Megatron's DDP.
         shares: One per rank of the data-parallel group; None for equal ones.
+        of_experts: The same of experts that have other replicas.
 
     Returns:
         The chunks, as Megatron expects it of a hook that runs after wrapping.
     """
-    if shares is not None:
-        for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
-            setattr(buffer, _ATTRIBUTE, tuple(shares))
+    for chunk in chunks:
+        for buffers, given in ((chunk.buffers, shares), (chunk.expert_parallel_buffers, of_experts)):
+            for buffer in buffers if given is not None else ():
+                setattr(buffer, _ATTRIBUTE, given)
     return chunks
 
 
-def shares_of(buffer: Any) -> tuple[float, ...] | None:
+def shares_of(buffer: Any) -> Shares:
     """Returns the shares of a buffer from ``set_shares``, None for equal parts."""
     return getattr(buffer, _ATTRIBUTE, None)
 

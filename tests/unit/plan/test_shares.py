@@ -11,11 +11,11 @@ from megatron_het.plan import Placement, Plan, PlanError, check_plan, load_plan,
 from megatron_het.plan.placement import ALIGNMENT, cuts, rank_shares, state_shares
 
 
-def plan_with(*shares: float | None, tp: int = 1, cp: int = 1) -> Plan:
+def plan_with(*shares: float | None, tp: int = 1, cp: int = 1, ep: int = 1) -> Plan:
     replicas: list[dict[str, Any]] = []
     for q, share in enumerate(shares):
         ranks = list(range(q * tp * cp, (q + 1) * tp * cp))
-        replicas.append({"ranks": ranks, "microbatches": [q], "cp": cp})
+        replicas.append({"ranks": ranks, "microbatches": [q], "cp": cp, "ep": ep})
         if share is not None:
             replicas[-1]["state_share"] = share
     document = {
@@ -48,6 +48,8 @@ def test_every_tp_rank_divides_alike_and_context_parallel_ranks_share_evenly() -
     assert [rank_shares(placement, rank) for rank in range(4)] == [(0.25, 0.75)] * 4
     placement = Placement(plan_with(1, 3, cp=2))
     assert [rank_shares(placement, rank) for rank in range(4)] == [(0.125, 0.125, 0.375, 0.375)] * 4
+    placement = Placement(plan_with(4, 0, 1, 0, ep=2))  # experts have copies on every second rank
+    assert [rank_shares(placement, rank, of_experts=True) for rank in range(4)] == [(0.8, 0.2), None] * 2
 
 
 @pytest.mark.parametrize("shares", [(-1, 1), (float("nan"), 1), (float("inf"), 1), (0, 0), (0,)])

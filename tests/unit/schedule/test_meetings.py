@@ -288,19 +288,20 @@ def test_collectives_of_replicas_are_points_of_one_order(options: dict[str, Any]
 def _sharing_experts(schedule: str, route: tuple[tuple[int, ...], ...], **more: Any) -> Program:
     """Two stages, the first of two replicas that share experts."""
     replicas = tuple(max(row) + 1 for row in route)
-    shape = Shape(layers=((1,), (1,)), route=route, replicas=replicas, companions=((0, 1),), **more)
+    chunks = 1 + (schedule in ("interleaved", "ministage"))
+    shape = Shape(layers=((1,) * chunks,) * 2, route=route, replicas=replicas, companions=((0, 1),), **more)
     return generate(schedule, shape)
 
 
 ALTERNATING = (0, 1, 0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "ministage", "zb-h1"])
 def test_replicas_that_share_experts_run_their_passes_together(schedule: str) -> None:
     program = add_transfers(_sharing_experts(schedule, (ALTERNATING, (0,) * 6)))
     assert validate(program) == [] and loads(dumps(program)) == program
     graph = Graph(program)
-    assert len(meetings(graph)) == 6
+    assert len(meetings(graph)) == 6 * len(program.shape.layers[0])
     done = simulate(program, Costs.uniform(program.shape), graph)
     for first, second in meetings(graph):
         assert graph.ops[first].kind is graph.ops[second].kind

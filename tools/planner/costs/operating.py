@@ -1,6 +1,7 @@
 """Figures of replicas at their operating points, and transfers between stages: the inputs of the closed forms."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations, product, repeat
@@ -536,3 +537,46 @@ def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Grou
     slower, larger = most * len(own) / sum(own), most / max(own)
     figures = {name: getattr(unit, name) * slower for name in _TIMES}
     return replace(unit, **figures, **{name: getattr(unit, name) * larger for name in _KEPT})
+
+
+def state_shards(
+    estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float, shards: float
+) -> float:
+    """Number of ranks over which the distributed optimizer divides a rank's state, averaged over its parameters.
+
+    Experts over replicas have fewer copies than other weights.
+
+    Args:
+        shards: Ranks with copies of the other weights.
+    """
+    if not candidate.spans(group):
+        return shards
+    experts = experts_of(estimator, candidate, s, group)
+    return count / ((count - experts) / shards + experts / candidate.copies_of(s, group))
+
+
+def experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group: Group) -> float:
+    """Parameters of experts of a rank."""
+    layers, model = float(candidate.stages[s].layers), estimator.model
+    first = model.experts.dense_at_start if model.experts is not None else 0
+    if first and sum([stage.layers for stage in candidate.stages]) == model.num_layers:
+        layers = (layers - candidate.first_layers(s, first)) / (1 - first / model.num_layers)
+    return layers * model.expert_parameters(*candidate.cut_of(group))
+
+
+Sync = Callable[[tuple[Group, ...], dict[Group, float]], float]  # ``Network.sync_s`` of these ranks
+
+
+def copies_sync_s(
+    estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, sync_s: Sync
+) -> float:
+    """Seconds to reduce (or scatter, gather) ``bytes_each`` per parameter over a stage's copies of its weights."""
+    groups, own, counts = candidate.reducing(s), candidate.stages[s].groups, candidate.by_part(s, counts)
+    if not candidate.spans(own[0]):
+        return sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)})
+    experts = candidate.by_part(s, [experts_of(estimator, candidate, s, g) for g in own])
+    rest = {g: (n - e) * bytes_each for g, n, e in zip(groups, counts, experts)}
+    # Copies of a rank's experts are an expert group apart.
+    size = math.prod(candidate.cut_of(own[0]))
+    apart = tuple(g._replace(tp=size, count=max(1, g.count * g.tp // size)) for g in groups)
+    return sync_s(groups, rest) + sync_s(apart, {g: e * bytes_each for g, e in zip(apart, experts)})

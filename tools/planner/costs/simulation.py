@@ -24,7 +24,7 @@ from ..inputs.packing import Seat
 from .build import build_plan, in_order_of, part_of, replica_group, seats
 from .candidate import Candidate, Group, rank_parameters
 from .estimate import Estimate, Estimator
-from .operating import unit_of_device
+from .operating import state_shards, unit_of_device
 from .plain import End, Pipelines, Wiring, can_price, compute_orders, makespan_s, pipelines_of, pipelines_s
 from .schedules import PLAIN, schedule_of
 from .schedules.ministage import moves_s
@@ -112,8 +112,9 @@ class _Placed:
             gather_s=tuple(moved[s][0] for s, _, _ in devices),
             reduce_s=tuple(moved[s][1] for s, _, _ in devices),
             host_copy_s=tuple(
-                rank_parameters(whole, u, s) * element / shards[s][g.tp] / speed
+                n * element / state_shards(estimator, whole, s, g, n, shards[s][g.tp]) / speed
                 for (s, g, u), speed in zip(devices, host, strict=True)
+                for n in (rank_parameters(whole, u, s),)
             ),
             host_bytes_per_s=tuple(host),
             embedding_forward_s=tuple(u.embedding_f for _, _, u in devices),

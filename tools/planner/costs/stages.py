@@ -1,7 +1,6 @@
 """A stage's time and memory: the one place where they are computed, with a cache over candidates."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -30,7 +29,7 @@ from .candidate import (
 )
 from .catalogcost import deferred_bytes
 from .layer import pool_size
-from .operating import OperatingPoints, passes_of
+from .operating import OperatingPoints, copies_sync_s, passes_of, state_shards
 from .schedules import schedule_of
 from .schedules.base import while_updating
 from .unit import Unit
@@ -486,8 +485,7 @@ def may_share_experts(candidate: Candidate, s: int, total: int) -> bool:
     replicas = sum(g.count for g in groups)
     (tp, (ep, expert_tp)), *others = cuts
     whole = sum(g.count * candidate.cp_of(g) for g in groups) * tp % (ep * expert_tp) == 0
-    is_sharded = schedule_of(candidate).shards_parameters
-    return not others and whole and ep % tp == 0 and total % replicas == 0 and not candidate.sizes and not is_sharded
+    return not others and whole and ep % tp == 0 and total % replicas == 0 and not candidate.sizes
 
 
 def stage_tails(estimator: OperatingPoints, candidate: Candidate, scattered: Sequence[int] = ()) -> list[float]:
@@ -504,49 +502,6 @@ def stage_tails(estimator: OperatingPoints, candidate: Candidate, scattered: Seq
         sync, update = tail_s(estimator, candidate, units, s, s in scattered)  # type: ignore[arg-type]
         out.append(update if schedule_of(candidate).shards_parameters else sync + update)
     return out
-
-
-def state_shards(
-    estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float, shards: float
-) -> float:
-    """Number of ranks over which the distributed optimizer divides a rank's state, averaged over its parameters.
-
-    Experts over replicas have fewer copies than other weights.
-
-    Args:
-        shards: Ranks with copies of the other weights.
-    """
-    if not candidate.spans(group):
-        return shards
-    experts = _experts_of(estimator, candidate, s, group)
-    return count / ((count - experts) / shards + experts / candidate.copies_of(s, group))
-
-
-def _experts_of(estimator: OperatingPoints, candidate: Candidate, s: int, group: Group) -> float:
-    """Parameters of experts of a rank."""
-    layers, model = float(candidate.stages[s].layers), estimator.model
-    first = model.experts.dense_at_start if model.experts is not None else 0
-    if first and sum([stage.layers for stage in candidate.stages]) == model.num_layers:
-        layers = (layers - candidate.first_layers(s, first)) / (1 - first / model.num_layers)
-    return layers * model.expert_parameters(*candidate.cut_of(group))
-
-
-Sync = Callable[[tuple[Group, ...], dict[Group, float]], float]  # ``Network.sync_s`` of these ranks
-
-
-def _sync_s(
-    estimator: OperatingPoints, candidate: Candidate, s: int, counts: list[float], bytes_each: float, sync_s: Sync
-) -> float:
-    """Seconds to reduce (or scatter, gather) ``bytes_each`` per parameter over a stage's copies of its weights."""
-    groups, own, counts = candidate.reducing(s), candidate.stages[s].groups, candidate.by_part(s, counts)
-    if not candidate.spans(own[0]):
-        return sync_s(groups, {g: n * bytes_each for g, n in zip(groups, counts)})
-    experts = candidate.by_part(s, [_experts_of(estimator, candidate, s, g) for g in own])
-    rest = {g: (n - e) * bytes_each for g, n, e in zip(groups, counts, experts)}
-    # Copies of a rank's experts are an expert group apart.
-    size = math.prod(candidate.cut_of(own[0]))
-    apart = tuple(g._replace(tp=size, count=max(1, g.count * g.tp // size)) for g in groups)
-    return sync_s(groups, rest) + sync_s(apart, {g: e * bytes_each for g, e in zip(apart, experts)})
 
 
 def beside(compute_s: float, other_s: float, overlap: float) -> float:
@@ -578,11 +533,11 @@ def tail_s(
     element = float(estimator.model.element_bytes)
     counts = [rank_parameters(candidate, u, s) for u in units]
     sync_s = partial(estimator.network.sync_s, scattered=scattered)
-    sync = _sync_s(estimator, candidate, s, counts, estimator.gradient_per_parameter, sync_s)
+    sync = copies_sync_s(estimator, candidate, s, counts, estimator.gradient_per_parameter, sync_s)
     if schedule.shards_parameters:  # the next iteration gathers
         sync /= 2
     elif candidate.zero_stage >= 1 and sync:
-        gather = _sync_s(estimator, candidate, s, counts, element, partial(sync_s, share=0.5))
+        gather = copies_sync_s(estimator, candidate, s, counts, element, partial(sync_s, share=0.5))
         sync = sync / 2 + gather
         if candidate.zero_stage >= 2:  # gradients were reduced with each microbatch
             sync = gather if candidate.zero_stage == 2 else 0.0

@@ -213,8 +213,10 @@ def _settings(estimator: Estimator, goal: Goal, c: Candidate) -> Iterator[Candid
     most = min(most_expert_parallel(estimator), max(g.tp for s in c.stages for g in s.groups))
     for ep in (n for n in TP_SIZES if n <= most and (n, False) != c.experts_over):
         yield c.with_(ep=ep, across_replicas=False)
+    if schedule_of(c).shards_parameters:  # what is gathered changes so much that climbs from there end early
+        return
     yield from over_replicas(estimator, c)
-    if len(c.stages) > 1 and not schedule_of(c).shards_parameters:
+    if len(c.stages) > 1:
         if c.rows:
             yield c.with_(rows=())
         elif has_long_head(estimator, c.stages[-1].groups[0], c):

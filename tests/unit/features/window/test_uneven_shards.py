@@ -25,7 +25,7 @@ def buffer_of(rank: int, shares: tuple[float, ...] | None) -> Any:
             SimpleNamespace(grad_data=torch.zeros(size), offset=offset) for size, offset in ((512, 0), (256, 512))
         ],
     )
-    set_shares([SimpleNamespace(buffers=[buffer])], shares)
+    set_shares([SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[])], shares, None)
     return buffer
 
 

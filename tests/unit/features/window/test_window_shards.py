@@ -112,9 +112,10 @@ def test_buffers_are_divided_equally_unless_told_otherwise(calls: list[Any]) -> 
     group: Any = Group(len(RANKS))
     group.backend = "gloo"
     buffers = [SimpleNamespace(), SimpleNamespace()]
-    chunks = [SimpleNamespace(buffers=buffers), SimpleNamespace(buffers=[])]
-    assert set_shares(chunks, None) is chunks
+    chunks = [SimpleNamespace(buffers=found, expert_parallel_buffers=[SimpleNamespace()]) for found in (buffers, [])]
+    assert set_shares(chunks, None, None) is chunks
     assert shares_of(buffers[0]) is None and type(parts_of(buffers, group)) is Parts
-    set_shares(chunks, SHARES)
+    set_shares(chunks, SHARES, SHARES[::-1])
+    assert [shares_of(chunk.expert_parallel_buffers[0]) for chunk in chunks] == [SHARES[::-1]] * 2
     assert shares_of(buffers[1]) == SHARES and isinstance(parts_of(buffers, group), UnequalParts)
     assert type(parts_of([], group)) is Parts  # a ministage without layers

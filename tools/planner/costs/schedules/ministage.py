@@ -1,6 +1,7 @@
 """Zorse's ministages: parameters sharded over a stage's replicas, few ministages whole at a time (section 4.1)."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from megatron_het.features import host_parameters, switches
 from megatron_het.plan.placement import route
 
 from ..candidate import Candidate, Estimate, GroupMemory, Line, Pipeline, StageTimes, chunk_layers
-from ..operating import OperatingPoints
+from ..operating import OperatingPoints, copies_sync_s, experts_of, state_shards
 from ..unit import Unit
 from .base import Place, Schedule, State, while_updating
 from .pipelines import CHUNKS
@@ -165,7 +166,8 @@ class Ministage(Schedule):
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
     ) -> list[GroupMemory]:
         """The shares of the candidate, or by free memory if equal ones do not fit; each rank as it is at its peak."""
-        equal = [at_peak(estimator, candidate, m, count, 1 / _shards(found, m)) for m, count in zip(found, counts)]
+        even = [1 / _shards(estimator, candidate, found, m, count) for m, count in zip(found, counts)]
+        equal = [at_peak(estimator, candidate, *of) for of in zip(found, counts, even)]
         shares: list[float] | None = None
         groups = candidate.stages[found[0].stage].groups
         if candidate.shares is not None:
@@ -174,7 +176,7 @@ class Ministage(Schedule):
                 return equal  # else kinds of replicas whose largest shares are equal
         elif (
             len(found) > 1
-            and not any(g.parts for g in groups)
+            and not any(g.parts or candidate.spans(g) for g in groups)
             and any(m.total_bytes > estimator.memory_margin * m.capacity_bytes for m in equal)
         ):
             shares = shares_by_memory(estimator, candidate, found, counts)
@@ -182,11 +184,10 @@ class Ministage(Schedule):
             return equal
         sizes = candidate.by_part(found[0].stage, map(candidate.cp_of, groups))
         out = []
-        for mine, count, share, cp in zip(found, counts, shares, sizes, strict=True):
+        for mine, count, share, cp, part in zip(found, counts, shares, sizes, even, strict=True):
             host, of_rank = mine.host_bytes, share / cp  # the context-parallel ranks divide the share evenly
             if candidate.offload:
-                state, even = (host_state(estimator, count, part) for part in (of_rank, 1 / _shards(found, mine)))
-                host += state - even
+                host += host_state(estimator, count, of_rank) - host_state(estimator, count, part)
             peak = at_peak(estimator, candidate, mine, count, of_rank)
             out.append(peak._replace(state_share=share, host_bytes=host))
         return out
@@ -217,9 +218,10 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
     gather, reduce = moves_s(estimator, candidate, stage.parameters, s, stage.scattered)
     if candidate.offload:
         counts, own = candidate.by_part(s, stage.parameters), candidate.by_part(s, groups)
-        parts = zip(candidate.reducing(s), counts, own, strict=True)
         host, element = estimator.network.host, estimator.model.element_bytes
-        gather = max(gather, *[n * element / host[r.pool] / g.count / candidate.cp_of(g) for r, n, g in parts])
+        for ranks, n, g in zip(candidate.reducing(s), counts, own, strict=True):
+            mine = n / state_shards(estimator, candidate, s, g, n, g.count * candidate.cp_of(g))
+            gather = max(gather, mine * element / host[ranks.pool])
     gathers, reduces = ([seconds * n / sum(chunk) for n in chunk] for seconds in (gather, reduce))
     # A ministage is gathered one visit ahead, and reduced in the visit after its backward.
     ahead = gathers[1:] + gathers[-2:-1] if len(chunk) > 1 else [0.0]
@@ -236,14 +238,17 @@ def moves_s(
     estimator: OperatingPoints, candidate: Candidate, counts: Sequence[float], s: int, scattered: bool
 ) -> list[float]:
     """Seconds in which ranks of so many parameters gather all of their stage, and reduce all gradients."""
-    ranks, each = candidate.reducing(s), (float(estimator.model.element_bytes), estimator.gradient_per_parameter)
-    sizes = [dict(zip(ranks, [n * size for n in candidate.by_part(s, counts)], strict=True)) for size in each]
-    return [estimator.network.sync_s(ranks, size, 0.5, scattered=scattered) for size in sizes]
+    sync_s = partial(estimator.network.sync_s, share=0.5, scattered=scattered)
+    each = float(estimator.model.element_bytes), estimator.gradient_per_parameter
+    return [copies_sync_s(estimator, candidate, s, list(counts), size, sync_s) for size in each]
 
 
-def _shards(found: Sequence[GroupMemory], mine: GroupMemory) -> int:
-    """Ranks of a stage that divide one copy of the state."""
-    return sum(x.cp * x.group.count for x in found if x.group.tp == mine.group.tp)
+def _shards(
+    estimator: OperatingPoints, candidate: Candidate, found: Sequence[GroupMemory], mine: GroupMemory, count: float
+) -> float:
+    """Ranks of a stage that divide one copy of the state, averaged over a rank's parameters."""
+    alike = sum(x.cp * x.group.count for x in found if x.group.tp == mine.group.tp)
+    return state_shards(estimator, candidate, mine.stage, mine.group, count, alike)
 
 
 def at_peak(
@@ -277,28 +282,32 @@ def _over_time(
     each[0] += words * unit.embedding_parameters
     each[-1] += output * unit.head_parameters
     each = [n * count / sum(each) for n in each]  # the first layers may have fewer
+    own = [share * n for n in each]
+    if candidate.spans(mine.group):  # of experts a rank keeps more than of other weights
+        experts, part = experts_of(estimator, candidate, s, mine.group), 1 / candidate.copies_of(s, mine.group)
+        rest = (share * count - part * experts) / (count - experts)
+        own = [rest * n + (part - rest) * experts * m / sum(layers) for n, m in zip(each, layers)]
     full = layers[: max(1, v - (s == candidate.head_stage))]  # with the activations of all microbatches
     layered, found = (mine.activation_bytes - mine.logits_bytes) / sum(layers if offload else full), []
 
-    def add(whole: float, gradients: float, kept: float, updated: float = 0.0) -> None:
-        p = estimator.model.element_bytes * (whole + share * (whole + updated if offload else count))
-        o = estimator.optimizer_per_parameter * share * (updated if offload else count)
-        g = estimator.gradient_per_parameter * gradients
-        w = mine.workspace_bytes
-        if updated:  # all gradients in fp32 at the end; what the optimizer needs besides, one ministage after the other
-            w = while_updating(estimator, candidate, mine.group, gradients, share * updated * offload)
-        state = mine._replace(parameter_bytes=p, gradient_bytes=g, optimizer_bytes=o)
-        found.append(state._replace(activation_bytes=kept, workspace_bytes=w))
+    def add(whole: slice, gradients: float, kept: float, updated: slice = slice(0)) -> None:
+        state, w = sum(own[updated] if offload else own), mine.workspace_bytes
+        p = estimator.model.element_bytes * (sum(each[whole]) + state + offload * sum(own[whole]))
+        o, g = estimator.optimizer_per_parameter * state, estimator.gradient_per_parameter * gradients
+        if own[updated]:  # all gradients in fp32 at the end; what the optimizer needs besides, one after the other
+            w = while_updating(estimator, candidate, mine.group, gradients, state * offload)
+        memory = mine._replace(parameter_bytes=p, gradient_bytes=g, optimizer_bytes=o)
+        found.append(memory._replace(activation_bytes=kept, workspace_bytes=w))
 
     for c in sorted({0, 1, v - 2, v - 1} & {*range(v)}):  # between them memory changes evenly
         held = layered * (layers[c] if offload else sum(full[: c + 1]))
-        gradients = sum(each[c : c + 2]) + share * sum(each[c + 2 :])
-        add(sum(each[max(0, c - 1) : c + 1]), gradients, held + (mine.logits_bytes if c == v - 1 else 0.0))
+        gradients = sum(each[c : c + 2]) + sum(own[c + 2 :])
+        add(slice(max(0, c - 1), c + 1), gradients, held + (mine.logits_bytes if c == v - 1 else 0.0))
         if offload:
-            add(sum(each[max(0, c - 1) : c]), share * sum(each[c:]), 0.0, each[c])
-    add(0.0, each[0] + share * sum(each), 0.0)
+            add(slice(max(0, c - 1), c), sum(own[c:]), 0.0, slice(c, c + 1))
+    add(slice(0), each[0] + sum(own), 0.0)
     if not offload:
-        add(0.0, share * sum(each), 0.0, sum(each))
+        add(slice(0), sum(own), 0.0, slice(None))
     return found
 
 
