@@ -34,6 +34,11 @@ def with_etp(case: Case, sizes: tuple[int, ...]) -> Case:
     return replace(case, plan=with_replicas(case.plan, lambda s, _, replica: replace(replica, etp=sizes[s])))
 
 
+def sharing(case: Case) -> Case:
+    """With unequal shares of the state for the four replicas of the only stage."""
+    return replace(case, plan=with_shares(case.plan, ((4, 2, 0, 1),)))
+
+
 def routed(case: Case) -> Case:
     """With two microbatches for each of the first two replicas of a stage of four, and one for the others."""
     first, *others = case.plan.stages
@@ -99,10 +104,7 @@ CASES = [
         **_BOTH,
     ),
     make("over-replicas-zero-3", "deepseek", [[1] * 4], [5], ep=[[2] * 4], schedule=_ZERO_3, clip=0.05, **_BOTH),
-    with_shares(
-        make("over-replicas-in-shares", "mixtral", [[1] * 4], [(2, 3)], ep=[[2] * 4], schedule=_WINDOW, **_BOTH),
-        ((4, 2, 0, 1),),
-    ),
+    sharing(make("over-replicas-in-shares", "mixtral", [[1] * 4], [(2, 3)], ep=[[2] * 4], schedule=_WINDOW, **_BOTH)),
     make("over-replicas-in-a-v", "mixtral", _FOUR, [(1, 1), (2, 1)], ep=_PAIRS, schedule=_ZB_V, **_EVEN),
     make("slimpipe-over-replicas", "deepseek", _FOUR, [3, 2], ep=_PAIRS, own=_GATHERS, schedule=_IN_FOUR, **_BOTH),
     make("slimpipe-slices", "deepseek", [[1], [1]], [3, 2], schedule=_IN_FOUR),
@@ -132,7 +134,9 @@ def test_equals_one_process(name: str, found: Differences) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["ep-in-mixed-tp", "over-replicas", "over-replicas-in-a-v"])
+@pytest.mark.parametrize(
+    "name", ["ep-in-mixed-tp", "over-replicas", "over-replicas-in-a-v", "over-replicas-in-a-window"]
+)
 def test_divided_experts_in_nccls_order(lab: Lab, name: str) -> None:
     case = BY_NAME[name]
     done = lab.runner.run(in_nccl_order(lab.job(case)))

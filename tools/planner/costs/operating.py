@@ -539,16 +539,12 @@ def unit_of_device(estimator: OperatingPoints, candidate: Candidate, group: Grou
     return replace(unit, **figures, **{name: getattr(unit, name) * larger for name in _KEPT})
 
 
-def state_shards(
-    estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float, shards: float
-) -> float:
-    """Number of ranks over which the distributed optimizer divides a rank's state, averaged over its parameters.
+def state_shards(estimator: OperatingPoints, candidate: Candidate, s: int, group: Group, count: float) -> float:
+    """Number of ranks over which the distributed optimizer divides a rank's ``count`` parameters, on average.
 
-    Experts over replicas have fewer copies than other weights.
-
-    Args:
-        shards: Ranks with copies of the other weights.
+    They are of one TP size.  Experts over replicas have fewer copies than other weights.
     """
+    shards = sum([g.count * candidate.cp_of(g) for g in candidate.stages[s].groups if g.tp == group.tp])
     if not candidate.spans(group):
         return shards
     experts = experts_of(estimator, candidate, s, group)

@@ -90,11 +90,6 @@ class _Placed:
             units = [estimator.unit_of(whole, g, s) for g in stage.groups]
             counts = [rank_parameters(whole, u, s) for u in units if u is not None]
             moved.append(moves_s(estimator, whole, counts, s, s in self.scattered))
-        # Replicas of one TP size share a copy of the state.
-        shards = [
-            {g.tp: sum(x.count for x in ranks if x.tp == g.tp) for g in ranks}
-            for ranks in (whole.reducing(s) for s in range(len(whole.stages)))
-        ]
         kinds = [
             [estimator.cluster.gpu(estimator.cluster.nodes[p.pool].gpu) for p, _ in whole.parts_of(g)]
             for _, g, _ in devices
@@ -112,7 +107,7 @@ class _Placed:
             gather_s=tuple(moved[s][0] for s, _, _ in devices),
             reduce_s=tuple(moved[s][1] for s, _, _ in devices),
             host_copy_s=tuple(
-                n * element / state_shards(estimator, whole, s, g, n, shards[s][g.tp]) / speed
+                n * element / state_shards(estimator, whole, s, g, n) / speed
                 for (s, g, u), speed in zip(devices, host, strict=True)
                 for n in (rank_parameters(whole, u, s),)
             ),

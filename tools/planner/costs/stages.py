@@ -214,15 +214,12 @@ def moved_bytes(
 def stage_memory(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes, s: int) -> Iterable[GroupMemory]:
     """GroupMemory of every group of stage ``s``."""
     groups = candidate.stages[s].groups
-    same_tp: dict[int, int] = {}
-    for g in groups:
-        same_tp[g.tp] = same_tp.get(g.tp, 0) + g.count * candidate.cp_of(g)
     found = []
     for i, g in enumerate(groups):
         # All parts of a stage that has times have figures.
         units = (estimator.units_of_parts(candidate, g, s) or []) if g.parts else stage.units[i : i + 1]
         for (part, portion), u in zip(candidate.parts_of(g), units, strict=True):
-            found.append(_memory(estimator, candidate, stage, s, i, same_tp[g.tp], u=u, part=part, portion=portion))
+            found.append(_memory(estimator, candidate, stage, s, i, u=u, part=part, portion=portion))
     return schedule_of(candidate).divide(estimator, candidate, found, candidate.by_part(s, stage.parameters))
 
 
@@ -232,12 +229,11 @@ def _memory(
     stage: StageTimes,
     s: int,
     i: int,
-    shards: int,
     u: Unit,
     part: Group,
     portion: float,
 ) -> GroupMemory:
-    """Memory of a rank of group ``i`` of stage ``s``, whose optimizer state ``shards`` replicas divide equally.
+    """Memory of a rank of group ``i`` of stage ``s``, whose optimizer state is divided equally.
 
     Args:
         part: All context-parallel ranks of its kind, from :meth:`Candidate.parts_of`.
@@ -248,7 +244,7 @@ def _memory(
     if estimator.model.sequence_parallel:
         boundary /= groups[i].tp
     mine, count = stage.microbatches[i], stage.parameters[i]
-    divided = state_shards(estimator, candidate, s, groups[i], count, shards)
+    divided = state_shards(estimator, candidate, s, groups[i], count)
     parameters, gradients, optimizer, host = schedule.state(estimator, candidate.as_of(s), u, count, divided)
     held = schedule.in_flight(candidate, stage, s, i)
     kept = layers * (u.layer_bytes * schedule.layer_share(u)) + (u.embedding_bytes if s == 0 else 0.0)
@@ -543,8 +539,7 @@ def tail_s(
             sync = gather if candidate.zero_stage == 2 else 0.0
     update = 0.0
     for own, n in zip(candidate.stages[s].groups, counts):
-        shards = own.count * candidate.cp_of(own)
-        mine = n / state_shards(estimator, candidate, s, own, n, shards) if candidate.zero_stage >= 1 else n
+        mine = n / state_shards(estimator, candidate, s, own, n) if candidate.zero_stage >= 1 else n
         for g, _ in candidate.parts_of(own):
             update = max(update, estimator.costs.update_s(estimator.cluster.nodes[g.pool].gpu, mine))
     sync *= 1 - estimator.runtime.sync_overlap

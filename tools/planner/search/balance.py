@@ -85,12 +85,9 @@ class Rooms:
             share = sum(kind in WITH_ATTENTION for kind in kinds) / len(kinds) if kinds else 1.0
             collected = 4.0 * like.micro_batch_size * model.seq_length * share
         self._rooms: list[_Room] = []
+        of_one = like.with_(stages=(Stage(1, groups),))
         for g, u in zip(groups, units):
-            shards: float = sum([h.count for h in groups if h.tp == g.tp]) if like.zero_stage >= 1 else 1
-            if shards > 1 and like.spans(g):
-                shards = state_shards(
-                    estimator, like.with_(stages=(Stage(1, groups),)), 0, g, u.layer_parameters, shards
-                )
+            shards = state_shards(estimator, of_one, 0, g, u.layer_parameters) if like.zero_stage >= 1 else 1.0
             per = schedule.state_per_parameter(estimator, like, g.count, shards)
             kept = u.reserved_bytes + u.workspace_bytes / like.slices + boundary
             free = u.capacity_bytes * estimator.memory_margin - kept

@@ -166,7 +166,7 @@ class Ministage(Schedule):
         self, estimator: OperatingPoints, candidate: Candidate, found: list[GroupMemory], counts: list[float]
     ) -> list[GroupMemory]:
         """The shares of the candidate, or by free memory if equal ones do not fit; each rank as it is at its peak."""
-        even = [1 / _shards(estimator, candidate, found, m, count) for m, count in zip(found, counts)]
+        even = [1 / state_shards(estimator, candidate, m.stage, m.group, n) for m, n in zip(found, counts)]
         equal = [at_peak(estimator, candidate, *of) for of in zip(found, counts, even)]
         shares: list[float] | None = None
         groups = candidate.stages[found[0].stage].groups
@@ -220,8 +220,7 @@ def _figures(estimator: OperatingPoints, candidate: Candidate, stage: StageTimes
         counts, own = candidate.by_part(s, stage.parameters), candidate.by_part(s, groups)
         host, element = estimator.network.host, estimator.model.element_bytes
         for ranks, n, g in zip(candidate.reducing(s), counts, own, strict=True):
-            mine = n / state_shards(estimator, candidate, s, g, n, g.count * candidate.cp_of(g))
-            gather = max(gather, mine * element / host[ranks.pool])
+            gather = max(gather, n * element / state_shards(estimator, candidate, s, g, n) / host[ranks.pool])
     gathers, reduces = ([seconds * n / sum(chunk) for n in chunk] for seconds in (gather, reduce))
     # A ministage is gathered one visit ahead, and reduced in the visit after its backward.
     ahead = gathers[1:] + gathers[-2:-1] if len(chunk) > 1 else [0.0]
@@ -241,14 +240,6 @@ def moves_s(
     sync_s = partial(estimator.network.sync_s, share=0.5, scattered=scattered)
     each = float(estimator.model.element_bytes), estimator.gradient_per_parameter
     return [copies_sync_s(estimator, candidate, s, list(counts), size, sync_s) for size in each]
-
-
-def _shards(
-    estimator: OperatingPoints, candidate: Candidate, found: Sequence[GroupMemory], mine: GroupMemory, count: float
-) -> float:
-    """Ranks of a stage that divide one copy of the state, averaged over a rank's parameters."""
-    alike = sum(x.cp * x.group.count for x in found if x.group.tp == mine.group.tp)
-    return state_shards(estimator, candidate, mine.stage, mine.group, count, alike)
 
 
 def at_peak(
