@@ -196,8 +196,6 @@ class Feature:
     optimizer_layers: ClassVar[tuple[str, ...]] = ()
     # flags of Megatron that a model file may give for it: argument, and its default
     training_flags: ClassVar[Mapping[str, tuple[str, Any]]] = {}
-    # whether ranks keep shards of parameters that all of a stage's replicas have copies of
-    shards_parameters: ClassVar[bool] = False
     # whether every row of the vocabulary is on one stage, also with tied embeddings
     holds_rows_once: ClassVar[bool] = False
     packing_flags: ClassVar[frozenset[str]] = frozenset()  # flags that define the boundaries of documents

@@ -121,23 +121,16 @@ def _check_tensor_parallel(plan: Plan, args: Any) -> None:
                 )
 
 
-def _beyond_tp_groups(plan: Plan) -> str:
-    """Returns why expert groups are not TP groups, in words; empty if they are."""
-    found = next((r.cut for stage in plan.stages for r in stage.replicas if not r.cut.divides_alike), None)
-    return f"experts are divided over other ranks than a replica's TP group ({found})" if found else ""
-
-
-_ONE_GROUP = "Use an EP size that divides the TP size of the replica"
-
-
 def _check_groups(plan: Plan, args: Any) -> None:
     """Refuse what does not go with expert groups that are no TP groups."""
-    groups = _beyond_tp_groups(plan)
-    if not groups:
+    found = next((r.cut for stage in plan.stages for r in stage.replicas if not r.cut.divides_alike), None)
+    if found is None:
         return
+    groups = f"experts are divided over other ranks than a replica's TP group ({found})"
     if (getattr(args, "optimizer", None) or "adam") not in _BY_ELEMENT:
         problem = f"{groups}, and it is not known to update what only some ranks have"
-        raise PlanError("--optimizer", args.optimizer, problem, _ONE_GROUP)
+        hint = "Use an EP size that divides the TP size of the replica"
+        raise PlanError("--optimizer", args.optimizer, problem, hint)
     unequal = _unequal(plan) or _unequal_parts(plan)
     if unequal and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
         problem = f"{groups}, it gathers equally many tokens from each, and {unequal}"

@@ -132,15 +132,8 @@ class ParameterWindow(RuntimeFeature):
         self.use.restart()
 
     def materialise(self) -> None:
-        for c, windows in enumerate(self._chunks):
-            for window in windows:
-                window.fetch()
-            if not windows[0].is_open:
-                self._open(c)
-                self._gather(c)
-        for window in self.windows():
-            window.wait()
-            window.side.join()
+        for c in range(len(self._chunks)):
+            self._bring(c)
         for part in self._optimizers:
             part.fetch_all()
 
@@ -169,13 +162,7 @@ class ParameterWindow(RuntimeFeature):
             mine = [p for bucket in buckets for p in bucket.source.params_list if p in wanted]
             if windows[0].is_open or not mine:
                 continue
-            for window in windows:
-                window.fetch()
-            self._open(c)
-            self._gather(c)
-            for window in windows:
-                window.wait()
-                window.side.join()
+            self._bring(c)
             with uncounted():
                 found |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in mine}
             for window in windows:
@@ -338,6 +325,17 @@ class ParameterWindow(RuntimeFeature):
             self._update(c)
             for window in self._chunks[c]:
                 window.open()
+
+    def _bring(self, c: int) -> None:
+        """Open a chunk with its complete parameters."""
+        for window in self._chunks[c]:
+            window.fetch()
+        if not self._chunks[c][0].is_open:
+            self._open(c)
+            self._gather(c)
+        for window in self._chunks[c]:
+            window.wait()
+            window.side.join()
 
     def _gather(self, c: int, start: int = -1, stop: int = -1) -> None:
         for window in self._chunks[c]:

@@ -94,7 +94,6 @@ class Window(Feature):
     name = "window"
     title = "parameter window"
     called = "a parameter window"
-    shards_parameters = True
     options = WindowOptions
     switch = Option(
         "window",

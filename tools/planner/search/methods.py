@@ -30,7 +30,6 @@ from .seeds import sizes_over_replicas
 
 # Starting points for long sequences: regular pipelines of slices, as SlimPipe's authors train (section 6.5).
 
-
 LONG_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of activations in main memory, in the order of the trials
 LONG_SIZES = (1, 2, 4, 8, 16)
 MOST_SHARING = 64  # most GPUs of a replica
@@ -38,7 +37,6 @@ FINENESS = (4, 60)  # units of parts by speed; parts of few units fit where memo
 _SLICES_PER_STAGE = 4
 _LEAST_TOKENS = 1024
 _BATCHES = 3  # sizes of microbatches that are tried with experts over replicas
-
 
 Regular = list[tuple[Candidate, Estimate]]
 Way = Callable[[Estimator, Goal], Iterator[Candidate]]
