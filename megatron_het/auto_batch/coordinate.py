@@ -145,10 +145,7 @@ class MemoryLimit:
 
         The free memory of a host changes from start to start, so it is 0 here.
         """
-        found = asdict(self)
-        if not self.is_artificial and self.name == "CPU":
-            found["limit_bytes"] = 0
-        return found
+        return asdict(self) | ({"limit_bytes": 0} if self.name == "CPU" and not self.is_artificial else {})
 
 
 def memory_limit() -> MemoryLimit:

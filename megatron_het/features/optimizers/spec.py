@@ -106,10 +106,11 @@ def _check_shards(name: str, args: Any) -> None:
     given = next((flag for flag in _NOT_BESIDE_LION if getattr(args, flag, False)), None)
     if name == "lion" and given is not None:
         raise PlanError(flag_of(given), True, "cannot be used with lion under the distributed optimizer", "Use adam")
-    offloads, has_te = getattr(args, "optimizer_cpu_offload", False), importlib.util.find_spec("transformer_engine")
-    if given == _NOT_BESIDE_LION[0] and not offloads and not has_te:
-        problem = "Megatron needs Adam of Transformer Engine for it, which is not installed"
-        raise PlanError(flag_of(given), True, problem, "Leave it out")
+    can = getattr(args, "optimizer_cpu_offload", False) or importlib.util.find_spec("transformer_engine")
+    if given == _NOT_BESIDE_LION[0] and not can:
+        raise PlanError(
+            flag_of(given), True, "it needs Adam of Transformer Engine, which is not installed", "Leave it out"
+        )
 
 
 def _check_whole_matrices(plan: Plan, args: Any) -> None:

@@ -177,24 +177,21 @@ class VocabularyShard:
         """Rows of all TP ranks of this stage."""
         return self.tp * self.rows
 
-    def for_checkpoint(
-        self, weight: torch.Tensor, key: str, metadata: dict[str, Any]
-    ) -> ShardedTensor | ShardedTensorFactory:
-        """The rows as a part of the whole weight, under stock Megatron's key.
+    def for_checkpoint(self, weight: torch.Tensor, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The rows as a part of the whole weight, by stock Megatron's key.
 
         Checkpoints need parts of one size, so ranks of smaller TP sizes write several.
         """
-        replica = (0, 0, metadata["dp_cp_group"].rank())
+        key, replica = f"{prefix}weight", (0, 0, metadata["dp_cp_group"].rank())
         if self.rows == self.unit:
-            return self._part(weight, 0, key, replica)
+            return {key: self._part(weight, 0, key, replica)}
 
         @torch.no_grad()
         def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened: slice | None) -> list[ShardedTensor]:
             assert flattened is None, "a flattened range of rows is not a part of the vocabulary"
-            parts = tensor.split(self.unit)
-            return [self._part(part, i, key, replica_id) for i, part in enumerate(parts)]
+            return [self._part(rows, i, key, replica_id) for i, rows in enumerate(tensor.split(self.unit))]
 
-        return ShardedTensorFactory(key, weight, build, torch.cat, replica)
+        return {key: ShardedTensorFactory(key, weight, build, torch.cat, replica)}
 
     def _part(self, rows: torch.Tensor, index: int, key: str, replica: Any) -> ShardedTensor:
         """One unit, or the only part."""
@@ -249,13 +246,10 @@ class SplitOutputLayer(ColumnParallelLinear):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """See Megatron; the keys are those of the whole output layer, a hybrid model's empty state too."""
-        found: dict[str, Any] = {}
+        found = {} if self.weight is None else self.shard.for_checkpoint(self.weight, prefix, metadata or {})
         if self.shard.first == 0:
             key, replica = f"{prefix}_extra_state", (0, 0, (metadata or {})["dp_cp_group"].rank())
             found[key] = ShardedObject(key, None, (1,), (0,), replica)
-        if self.weight is not None:
-            key = f"{prefix}weight"
-            found[key] = self.shard.for_checkpoint(self.weight, key, metadata or {})
         return found
 
 
@@ -306,8 +300,7 @@ class SplitEmbedding(VocabParallelEmbedding):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """See Megatron; the key is that of the whole table."""
-        key = f"{prefix}weight"
-        return {key: self.shard.for_checkpoint(self.weight, key, metadata or {})}
+        return self.shard.for_checkpoint(self.weight, prefix, metadata or {})
 
 
 class EmbeddingHolder(MegatronModule):
