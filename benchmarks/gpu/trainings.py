@@ -33,6 +33,7 @@ from testing.cases import Case
 from testing.combination_cases import PARAMETERS, Feature, case_of, pair_row, title
 from testing.compare import BOUNDS, failures
 from testing.families import WIDE, printed
+from testing.feature_cases import with_expert_parallel
 from testing.runner import Device, has_gpu, words
 
 _LIMIT_S, _CASE_S, _AT_ONCE, _MAX_RANKS = 200.0, 60.0, 7, 4
@@ -82,6 +83,9 @@ def cases(has_te: bool) -> list[Case]:
             case = case_for(family, pair_row([("schedule", schedule)]), f"{family} {schedule}", 0)
             # Slices round differently in bf16, and one token with another expert is 0.12 of that expert's gradient.
             found.append(replace(case, extra=_every_expert(family) if has_te and schedule == "slimpipe" else ()))
+    shared = case_for(_MODELS[0], pair_row([("window", "exact")]), f"{_MODELS[0]} over replicas in a window", 0)
+    sizes = [[len(stage.replicas)] * len(stage.replicas) for stage in shared.plan.stages]
+    found.append(replace(shared, plan=with_expert_parallel(shared.plan, sizes)))
     found = [replace(case, name=case.name.replace(" ", "-").replace(":", "")) for case in found]
     assert all(2 <= case.plan.world_size <= _MAX_RANKS for case in found)
     return with_precision(found, "bf16") if has_te else found

@@ -209,7 +209,7 @@ class ChunkWindow:
         ddp: The chunk in Megatron's DDP, with layered buffers.
         offload: Keep shards in host memory while the chunk is closed.
         use: Where bytes and collectives are counted.
-        of_experts: Take the experts that other ranks have copies of than of the other weights, and leave these.
+        of_experts: Whether to take the experts whose copies are on other ranks than those of all other weights, alone.
     """
 
     ddp: Any

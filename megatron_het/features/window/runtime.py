@@ -307,6 +307,7 @@ class ParameterWindow(RuntimeFeature):
         return own if self.counts_tokens else torch.zeros_like(own)
 
     def windows(self) -> Iterator[ChunkWindow]:
+        """All windows, chunk by chunk."""
         return itertools.chain.from_iterable(self._chunks)
 
     def _of_all_ranks(self) -> list[ChunkWindow]:
@@ -433,14 +434,13 @@ def open_feature(context: OpenContext) -> RuntimeFeature:
     counts_tokens = context.has_loss and context.placement.locate(context.rank).tp_rank == 0
     groups = context.groups
     tied = tied_exchange(groups) if tied_copies(context.plan) else None
-    sums = StageSums(class_exchange(groups), tied)
     plan, of_rank = context.plan, (context.placement, context.rank)
     return ParameterWindow(
         options=context.options,
         tp_group=groups["tp"],
         stage_group=groups["stage"],
         counts_tokens=counts_tokens,
-        sums=sums,
+        sums=StageSums(class_exchange(groups), tied),
         divisor=plan.loss_divisor,
         shares=(rank_shares(*of_rank), rank_shares(*of_rank, of_experts=True)),
         of_experts=any(not replica.cut.divides_alike for stage in plan.stages for replica in stage.replicas),
