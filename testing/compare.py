@@ -97,9 +97,12 @@ def norm_differences(folder: Path, plan: Plan, reference: Path, steps: int | Non
 
 
 def reported_losses(folder: Path) -> dict[int, float]:
-    """Returns the losses by iteration from ``--het-report``, as all ranks of the stage with the loss know them."""
+    """Returns the losses by iteration from ``--het-report``; all ranks that know one must report the same."""
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("rank-*.json")]
-    return {iteration: loss for report in reports for iteration, loss in report["losses"]}
+    known = [(iteration, loss) for report in reports for iteration, loss in report["losses"]]
+    found = dict(known)
+    assert all(found[iteration] == loss for iteration, loss in known), f"{folder}: ranks report other losses"
+    return found
 
 
 def plan_losses(folder: Path, plan: Plan) -> dict[str, list[float]]:

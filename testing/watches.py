@@ -244,7 +244,7 @@ def _state(session: Any) -> Iterator[torch.Tensor]:
 
 
 def _tensors(chunk: Any) -> Iterator[torch.Tensor]:
-    for buffer in chunk.ddp.buffers:
+    for buffer in chunk.buffers:
         yield from (buffer.param_data, buffer.grad_data)
     for bucket in chunk.buckets:
         yield bucket.shard
